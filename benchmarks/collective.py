@@ -1,0 +1,159 @@
+"""How dear is the masked collective? Its time as a ratio to the transport's own plain float32 all-reduce of the same
+vector.
+
+    python benchmarks/collective.py                       # gloo and MPI, 2 and 4 ranks, 11.2 million parameters
+    python benchmarks/collective.py --ranks 2 --transport gloo --json
+
+Measured is what a round does between local training and the next model, by the code that does it: from every rank's
+tally to the new whole model on every rank (exchange of sums and votes, mask gma, statistics, server step, gather).
+The all-reduce leaves its result on every rank too. Both are run in turn; each turn gives a ratio of the slowest
+ranks' times, and the median over the turns is printed.
+
+Cases: float32 and exact with several clients a rank, and float32 with one client a rank, where no votes travel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from fedmpi.algorithms import Algorithm
+from fedmpi.comm import Comm, connect
+from fedmpi.env import find_place
+from fedmpi.local import sgd
+from fedmpi.masks import make_mask
+from fedmpi.reduce import Reducer
+from fedmpi.server import ServerKnobs, make_server
+from fedmpi.tally import Tally
+from fedmpi.train import Clock, Delivery, State, move_model
+
+CASES = {"float32": ("float32", True), "float32, one client a rank": ("float32", False), "exact": ("exact", True)}
+CLIENTS_A_RANK = 5
+
+
+def plain_all_reduce(comm: Comm, x: torch.Tensor) -> Callable[[], object]:
+    """The transport's own all-reduce of x, in place."""
+    if comm.name == "mpi":
+        from mpi4py import MPI
+
+        return lambda: MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, x.numpy())
+    import torch.distributed as dist
+
+    return lambda: dist.all_reduce(x)
+
+
+def slowest(comm: Comm, work: Callable[[], object]) -> float:
+    """Seconds that the slowest rank took."""
+    comm.barrier()
+    started = time.perf_counter()
+    work()
+    times = torch.zeros(comm.size, dtype=torch.float64)
+    times[comm.rank] = time.perf_counter() - started
+    comm.sum(times)
+    return float(times.max())
+
+
+def masked(comm: Comm, params: int, how: str, votes_travel: bool) -> Callable[[], object]:
+    """One masked aggregation over tallies that are already filled."""
+    length = -(-params // comm.size) * comm.size
+    clients = CLIENTS_A_RANK if votes_travel else 1
+    tally = Tally(length, clients * comm.size, how)
+    tally.clear(total=600 * clients * comm.size)
+    rng = torch.Generator().manual_seed(comm.rank)
+    for _ in range(clients):
+        tally.add(torch.randn(length, generator=rng) * 1e-3, 600)
+    algorithm = Algorithm(sgd(0.01), make_mask("gma", 0.4), make_server("sgd", ServerKnobs()))
+    state = State(0, torch.zeros(length), torch.zeros(0, dtype=torch.int64), {})
+    reducer = Reducer(comm, tally, params)
+    delivery = Delivery(tally.total, 0.0, tuple(range(clients * comm.size)), ())
+    return lambda: move_model(state, algorithm, delivery, tally, reducer, votes_travel, Clock())
+
+
+def measure(comm: Comm, params: int, turns: int) -> list[dict[str, object]]:
+    """The rows of one transport on one number of ranks."""
+    plain = plain_all_reduce(comm, torch.zeros(params))
+    rows = []
+    for case, (how, votes_travel) in CASES.items():
+        work = masked(comm, params, how, votes_travel)
+        for warm_up in (plain, work):
+            slowest(comm, warm_up)
+        pairs = [(slowest(comm, plain), slowest(comm, work)) for _ in range(turns)]
+        ratios = sorted(mine / theirs for theirs, mine in pairs)
+        rows.append(
+            {
+                "transport": "mpi" if comm.name == "mpi" else "gloo",
+                "ranks": comm.size,
+                "sum": how,
+                "case": case,
+                "parameters": params,
+                "ratio": round(statistics.median(ratios), 3),
+                "ratio_quartiles": [round(ratios[len(ratios) * k // 4], 3) for k in (1, 3)],
+                "all_reduce_ms": round(1e3 * statistics.median(t for t, _ in pairs), 1),
+                "masked_ms": round(1e3 * statistics.median(m for _, m in pairs), 1),
+            }
+        )
+    return rows
+
+
+def work(params: int, turns: int) -> None:
+    """What each rank does; rank 0 prints its rows."""
+    torch.set_num_threads(1)
+    place = find_place(os.environ)
+    comm = connect("auto", place, torch.device("cpu"), 300.0, os.environ)
+    rows = measure(comm, params, turns)
+    if comm.rank == 0:
+        for row in rows:
+            print(json.dumps(row), flush=True)
+    comm.close()
+
+
+def launch(transport: str, ranks: int, params: int, turns: int) -> list[dict[str, object]]:
+    """Run the ranks under their own launcher and collect rank 0's rows."""
+    bin_folder = Path(sys.executable).parent
+    torchrun = [str(bin_folder / "torchrun"), "--standalone", f"--nproc-per-node={ranks}"]
+    mpiexec = [
+        str(bin_folder / "mpiexec") if (bin_folder / "mpiexec").exists() else "mpiexec",
+        "-n",
+        str(ranks),
+        sys.executable,
+    ]
+    command = (torchrun if transport == "gloo" else mpiexec) + [__file__, "--rank", str(params), str(turns)]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, timeout=900, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--transport", nargs="+", choices=("gloo", "mpi"), default=["gloo", "mpi"])
+    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
+    parser.add_argument("--parameters", type=int, default=11_200_000)
+    parser.add_argument("--turns", type=int, default=25, help="measurements a case; the median is printed")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--rank", nargs=2, type=int, metavar=("PARAMETERS", "TURNS"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank:
+        work(*options.rank)
+        return
+    for transport in options.transport:
+        for ranks in options.ranks:
+            for row in launch(transport, ranks, options.parameters, options.turns):
+                show = (
+                    "{transport:5} {ranks} ranks  {case:27} ratio {ratio:5.2f}  quartiles {ratio_quartiles}"
+                    "  {masked_ms} ms to {all_reduce_ms} ms"
+                )
+                print(json.dumps(row) if options.json else show.format(**row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""Transports: `connect` finds the one that fits whoever launched this process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from ..env import Place
+from ..errors import unknown
+from .base import Comm, Pending, agreed
+from .solo import SoloComm
+
+__all__ = ["Comm", "Pending", "SoloComm", "agreed", "connect", "pick"]
+
+TRANSPORTS = ("auto", "torch", "mpi")
+
+
+def pick(which: str, place: Place) -> str:
+    """The transport for this launch: the one asked for; else solo alone, mpi under an MPI launcher, torch otherwise."""
+    if which not in TRANSPORTS:
+        raise unknown("transport (--comm)", which, TRANSPORTS)
+    if which == "mpi":
+        return "mpi"
+    if place.size == 1:
+        return "solo"
+    return "mpi" if which == "auto" and place.launcher == "mpi" else "torch"
+
+
+def connect(which: str, place: Place, device: torch.device, timeout: float, environ: Mapping[str, str]) -> Comm:
+    """This rank's end of the transport `which` (auto, torch, mpi). Collective: returns when every rank has come."""
+    transport = pick(which, place)
+    if transport == "solo":
+        return SoloComm()
+    if transport == "mpi":
+        from .mpi import connect_mpi
+
+        return connect_mpi(place, timeout)
+    from .torch import connect_torch
+
+    return connect_torch(place, device, timeout, environ)

@@ -1,0 +1,145 @@
+"""mpi4py: any MPI library with its own launcher.
+
+Rows travel as non-blocking sends and receives, the small verbs as non-blocking collectives, so that a rank that waits
+can look at the clock: MPI itself has no timeout. A CPU tensor is handed over as the memory it lies in; anything numpy
+cannot view (a CUDA tensor) is staged through host memory. bfloat16 is refused: MPI has no such type, and Open MPI
+sums it to garbage in silence.
+
+After a timeout each rank sends a word to all others and listens a little: who is silent is missing.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..env import Place, check_mpi_world
+from ..errors import RunError, UserError
+from .base import Comm, Pending
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+ROLL_CALL_SECONDS = 5.0
+SPINS = 100  # polls before a waiting rank begins to give its core away
+
+
+def import_mpi() -> Any:
+    """mpi4py's MPI module, or a `UserError` that says how to get an MPI library."""
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise UserError(
+            f"--comm mpi needs mpi4py and an MPI library, but: {error}; "
+            "install one (pip install mpich, or your cluster's MPI module) or use --comm torch"
+        ) from None
+    return MPI
+
+
+def import_world(place: Place) -> MPI.Comm:
+    """MPI's world, once it is known to be the one that the launcher promised."""
+    world: MPI.Comm = import_mpi().COMM_WORLD
+    check_mpi_world(place, world.Get_rank(), world.Get_size())
+    return world
+
+
+def connect_mpi(place: Place, timeout: float) -> Comm:
+    """This rank's end of MPI's world."""
+    return MpiComm(import_world(place), timeout)
+
+
+def host_view(x: Tensor) -> Tensor:
+    """x itself where numpy can view it, else a copy in host memory."""
+    if x.dtype == torch.bfloat16:
+        raise UserError("bfloat16 cannot travel over MPI, which has no such type; use float32 or --comm torch")
+    return x.detach() if x.device.type == "cpu" and x.is_contiguous() else x.detach().cpu().contiguous()
+
+
+class Requests:
+    """The sends and receives of one exchange, and the tensors that arrive through a host copy."""
+
+    def __init__(self, comm: MpiComm, requests: list[MPI.Request], staged: list[tuple[Tensor, Tensor]]) -> None:
+        self.comm, self.requests, self.staged = comm, requests, staged
+
+    def wait(self) -> None:
+        self.comm.finish(self.requests)
+        for there, here in self.staged:
+            there.copy_(here)
+
+
+class MpiComm(Comm):
+    """MPI's world, or another communicator of mpi4py."""
+
+    name = "mpi"
+
+    def __init__(self, world: MPI.Comm, timeout: float) -> None:
+        self.MPI = import_mpi()
+        self.world, self.line = world, world.Dup()  # roll calls on the first, verbs on the second: never mixed up
+        super().__init__(world.Get_rank(), world.Get_size())
+        self.timeout = timeout
+
+    def finish(self, requests: list[MPI.Request]) -> None:
+        """Return when all requests are done; after the timeout, raise with the ranks that are missing."""
+        spins, deadline = 0, time.monotonic() + self.timeout
+        while not self.MPI.Request.Testall(requests):
+            spins += 1
+            if spins > SPINS:
+                time.sleep(0)
+                if time.monotonic() > deadline:
+                    raise RunError(self.roll_call())
+
+    def roll_call(self) -> str:
+        """A sentence naming the ranks that say nothing within a few seconds."""
+        word = np.zeros(1, dtype=np.int8)
+        for rank in self.others:
+            self.world.Isend(word, rank)
+        silent, deadline = set(self.others), time.monotonic() + ROLL_CALL_SECONDS
+        while silent and time.monotonic() < deadline:
+            status = self.MPI.Status()
+            while self.world.Iprobe(self.MPI.ANY_SOURCE, self.MPI.ANY_TAG, status):
+                self.world.Recv(word, status.Get_source(), status.Get_tag())
+                silent.discard(status.Get_source())
+            time.sleep(0.05)
+        which = "rank " + ", ".join(map(str, sorted(silent))) if silent else "no rank is silent, but one"
+        return f"{which} of {self.size} did not answer: hung for longer than the timeout of {self.timeout:g} s"
+
+    def _exchange(self, send: Sequence[Tensor], recv: Sequence[Tensor]) -> Pending:
+        requests: list[MPI.Request] = []
+        staged: list[tuple[Tensor, Tensor]] = []
+        for to, source in zip(self.others, reversed(self.others), strict=True):
+            here = host_view(recv[source])
+            if here.data_ptr() != recv[source].data_ptr():
+                staged.append((recv[source], here))
+            requests.append(self.line.Irecv(here.numpy(), source))
+            requests.append(self.line.Isend(host_view(send[to]).numpy(), to))
+        return Requests(self, requests, staged)
+
+    def _sum(self, x: Tensor) -> None:
+        here = host_view(x)
+        self.finish([self.line.Iallreduce(self.MPI.IN_PLACE, here.numpy())])
+        if here.data_ptr() != x.data_ptr():
+            x.copy_(here)
+
+    def _broadcast(self, x: Tensor, root: int) -> None:
+        here = host_view(x)
+        self.finish([self.line.Ibcast(here.numpy(), root)])
+        if here.data_ptr() != x.data_ptr():
+            x.copy_(here)
+
+    def barrier(self) -> None:
+        self.finish([self.line.Ibarrier()])
+
+    def abort(self, code: int = 1) -> NoReturn:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.world.Abort(code)
+        raise SystemExit(code)
+
+    def close(self) -> None:
+        self.line.Free()

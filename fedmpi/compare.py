@@ -1,0 +1,83 @@
+"""A small table of run folders, read from what the runs wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .errors import UserError
+
+COLUMNS = (
+    "run",
+    "algorithm",
+    "mask",
+    "rounds",
+    "best acc",
+    "last acc",
+    "last loss",
+    "kept",
+    "agreement",
+    "MB sent",
+    "s a round",
+)
+
+
+def table(folders: list[Path]) -> str:
+    """The runs, one a row, in aligned columns."""
+    rows = [COLUMNS, *(row(folder) for folder in folders)]
+    widths = [max(len(r[i]) for r in rows) for i in range(len(COLUMNS))]
+    text = [
+        [cell.ljust(w) if i < 3 else cell.rjust(w) for i, (cell, w) in enumerate(zip(r, widths, strict=True))]
+        for r in rows
+    ]
+    lines = ["  ".join(cells).rstrip() for cells in text]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def row(folder: Path) -> tuple[str, ...]:
+    """One run as the cells of a row."""
+    cfg, rounds = read(folder)
+    tested = [r for r in rounds if r["test_accuracy"] is not None]
+    best = max((r["test_accuracy"] for r in tested), default=None)
+    last = tested[-1] if tested else {"test_accuracy": None, "test_loss": None}
+    mask = cfg["mask"] if cfg["mask"] == "mean" else f"{cfg['mask']} {cfg['tau']:g}"
+    middle = sorted(sum(r["seconds"].values()) for r in rounds)[len(rounds) // 2]
+    return (
+        str(folder),
+        cfg["algorithm"],
+        mask,
+        f"{len(rounds)}/{cfg['rounds']}",
+        number(best, ".4f"),
+        number(last["test_accuracy"], ".4f"),
+        number(last["test_loss"], ".4f"),
+        number(mean(rounds, "kept"), ".3f"),
+        number(mean(rounds, "agreement"), ".3f"),
+        number(sum(r["bytes_sent"] for r in rounds) / 1e6, ".1f"),
+        number(middle, ".2f"),
+    )
+
+
+def read(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """A run's configuration and its rounds."""
+    try:
+        cfg = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        rounds = [json.loads(line) for line in lines]
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(
+            f"'{folder}' is no run folder that can be read ({error}); give the --out of a training run"
+        ) from None
+    if not rounds:
+        raise UserError(f"'{folder}' has no finished round yet; wait for the first")
+    return cfg, rounds
+
+
+def mean(rounds: list[dict[str, Any]], key: str) -> float:
+    return float(sum(r[key] for r in rounds) / len(rounds))
+
+
+def number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

@@ -1,0 +1,168 @@
+"""Every knob, its meaning and its bounds: one tree of frozen dataclasses, read from the command line and YAML by
+jsonargparse.
+
+A field's bounds stand beside its default and are checked in one place, so an error always reads the same: what was
+given, what is valid. Fields that default to null are filled in by the algorithm's row (`algorithms.resolve`) or by
+the machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from .errors import UserError
+
+
+def knob(default: Any, low: float = -math.inf, high: float = math.inf, open_low: bool = False) -> Any:
+    """A field with bounds; `open_low` leaves the lower bound itself out."""
+    return field(default=default, metadata={"low": low, "high": high, "open_low": open_low})
+
+
+@dataclass(frozen=True)
+class Local:
+    """What a client does in a round."""
+
+    rule: str | None = None
+    """the client's rule; null: the algorithm's own"""
+    lr: float | None = knob(None, low=0, open_low=True)
+    """learning rate eta_l; null: the algorithm's own"""
+    epochs: int = knob(1, low=1)
+    """passes over the client's samples"""
+    steps: int | None = knob(None, low=1)
+    """batches a round, instead of epochs"""
+    batch: int = knob(32, low=1)
+    """samples a batch"""
+    momentum: float = knob(0.9, low=0, high=1)
+    """momentum rho of the client's SGD; starts at zero every round"""
+    weight_decay: float = knob(0.0, low=0)
+    """weight decay of the client's SGD"""
+
+
+@dataclass(frozen=True)
+class Server:
+    """What the masked mean does to the model."""
+
+    rule: str | None = None
+    """sgd, adam, yogi or adagrad; null: the algorithm's own"""
+    lr: float | None = knob(None, low=0, open_low=True)
+    """learning rate eta_g; null: the algorithm's own"""
+    momentum: float | None = knob(None, low=0, high=1)
+    """momentum of the rule sgd; null: the algorithm's own"""
+    b1: float = knob(0.9, low=0, high=1)
+    """decay of the first moment"""
+    b2: float | None = knob(None, low=0, high=1)
+    """decay of the second moment; null: the variant's own"""
+    eps: float | None = knob(None, low=0, open_low=True)
+    """constant beside the root; null: the variant's own"""
+    variant: str = "reddi"
+    """reddi (no bias correction, v from eps^2, b2 0.99, eps 1e-3) or torch (bias correction, v from 0, b2 0.999, eps
+    1e-8)"""
+    mask_moments: bool = False
+    """mask the mean before the moments see it, instead of masking the step"""
+
+
+@dataclass(frozen=True)
+class Skew:
+    """How the clients' data differ, for the split that reads it."""
+
+    classes: int = knob(2, low=1)
+    """classes a client (split classes)"""
+    noise: float = knob(0.0, low=0, high=1)
+    """share of a client's samples from other classes (split classes)"""
+    alpha: float = knob(0.1, low=0, open_low=True)
+    """concentration of the labels (split dirichlet): small is heterogeneous"""
+    beta: float = knob(0.5, low=0, open_low=True)
+    """concentration of the sizes (split quantity)"""
+
+
+@dataclass(frozen=True)
+class Eval:
+    """When and how the test set is scored."""
+
+    every: int = knob(1, low=1)
+    """rounds between evaluations; the last round is always scored"""
+    batch: int = knob(500, low=1)
+    """images scored at once"""
+
+
+@dataclass(frozen=True)
+class Config:
+    """One run."""
+
+    algorithm: str = "fedavg"
+    """fedavg, fedavgm, fedadam, fedyogi or fedadagrad"""
+    mask: str = "gma"
+    """mean (plain averaging), gma (disagreement scales the step down) or and (disagreement drops it)"""
+    tau: float = knob(0.4, low=0, high=1)
+    """agreement from which on a step is taken in full; 0 is plain averaging"""
+    data: str = "glyphs"
+    """glyphs (embedded), mnist or fmnist"""
+    data_root: str | None = None
+    """folder of the data sets; null: $FEDMPI_DATA, else the user's cache"""
+    split: str = "classes"
+    """iid, classes, dirichlet, quantity or natural: how the data are dealt to the clients"""
+    model: str = "lenet"
+    """lenet or logistic"""
+    clients: int = knob(100, low=1)
+    """clients in the federation"""
+    cohort: int = knob(10, low=1)
+    """clients that train in a round"""
+    min_clients: int = knob(1, low=1)
+    """usable updates below which a round fails"""
+    rounds: int = knob(50, low=1)
+    """rounds to train"""
+    seed: int = knob(0, low=0)
+    """seed of everything that is drawn"""
+    out: str | None = None
+    """run folder; null: runs/<algorithm>-<mask>-<data>-<seed>"""
+    comm: str = "auto"
+    """transport: torch (gloo, nccl), mpi, or auto by the launcher"""
+    sum: str = "exact"
+    """exact (the same bits on any number of ranks) or float32 (half the bytes of the sums)"""
+    timeout: float = knob(600.0, low=0, open_low=True)
+    """seconds after which a rank that does not answer ends the run"""
+    threads: int | None = knob(None, low=1)
+    """threads a rank; null: the node's cores shared by its ranks. Equal bits need equal threads"""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N"""
+    deterministic: bool = True
+    """repeatable kernels on a GPU (a CPU is repeatable anyway)"""
+    log: str = "tensorboard"
+    """sinks beside metrics.jsonl: tensorboard or none"""
+    local: Local = field(default_factory=Local)
+    server: Server = field(default_factory=Server)
+    skew: Skew = field(default_factory=Skew)
+    eval: Eval = field(default_factory=Eval)
+
+
+def check(cfg: Config) -> None:
+    """Raise a `UserError` for the first knob that is out of its bounds or at odds with another."""
+    check_bounds(cfg, prefix="")
+    if cfg.cohort > cfg.clients:
+        raise UserError(
+            f"--cohort is {cfg.cohort} but there are only {cfg.clients} clients; lower --cohort or raise --clients"
+        )
+    if cfg.min_clients > cfg.cohort:
+        raise UserError(f"--min_clients is {cfg.min_clients} but only {cfg.cohort} clients train a round; lower it")
+
+
+def check_bounds(part: Any, prefix: str) -> None:
+    """Check the bounds of every field of a dataclass and of those inside it."""
+    for f in dataclasses.fields(part):
+        value = getattr(part, f.name)
+        if dataclasses.is_dataclass(value):
+            check_bounds(value, f"{prefix}{f.name}.")
+        elif "low" in f.metadata and value is not None:
+            low, high, open_low = f.metadata["low"], f.metadata["high"], f.metadata["open_low"]
+            if not low <= value <= high or (open_low and value == low):
+                raise UserError(f"--{prefix}{f.name} is {value}; it must be {interval(low, high, open_low)}")
+
+
+def interval(low: float, high: float, open_low: bool) -> str:
+    """Bounds in words."""
+    if high == math.inf:
+        return f"above {low:g}" if open_low else f"at least {low:g}"
+    return f"in {'(' if open_low else '['}{low:g}, {high:g}]"

@@ -1,0 +1,374 @@
+"""Splits: which client has which train samples.
+
+A partition is a permutation of sample numbers and the offsets at which clients begin (compressed rows, not a list of
+lists), so that a million clients cost megabytes. A split is a row of `SPLITS`: a function from an `Ask` to a
+`Partition`. For all of them: every sample is used at most once, every client has at least `min_samples`, and the same
+seed gives the same partition; where that cannot be, the request is refused.
+
+iid        shuffled, sizes equal up to one.
+classes    k classes per client. A class is held by about clients * k / classes clients (fewer where it has too few
+           samples) and its samples are dealt equally among them, so for noise = 0 every client has exactly k classes.
+           Where clients * k < classes some classes are not used. noise: that share of every client comes from the
+           classes it does not hold (the thesis's 90/10).
+dirichlet  for every class, shares of its samples over the clients ~ Dirichlet(alpha) (Hsu et al. 2019, Li et al.
+           2022); all samples are used. A client short of min_samples is then filled up with random samples of the
+           largest clients.
+quantity   sizes ~ Dirichlet(beta) on top of min_samples for each (Li et al. 2022), labels iid; all samples are used.
+natural    one client per owner (writer, role), in the order of owners; with fewer clients than owners, a random
+           choice of owners.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fedmpi.errors import UserError, unknown
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+STREAM = 0x5F117  # keeps these draws apart from those of other parts under the same seed
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Who has which samples: client c has order[offsets[c] : offsets[c + 1]]."""
+
+    offsets: Ints  # [clients + 1]
+    order: Ints  # [used samples]: indices into the train set, client by client
+
+    def __post_init__(self) -> None:
+        ends_meet = len(self.offsets) >= 2 and self.offsets[0] == 0 and self.offsets[-1] == len(self.order)
+        if not ends_meet or bool((np.diff(self.offsets) < 0).any()):
+            raise UserError(
+                f"a partition got {len(self.offsets)} offsets for {len(self.order)} samples; "
+                "offsets must rise from 0 to the number of samples"
+            )
+
+    @property
+    def clients(self) -> int:
+        """How many clients there are."""
+        return len(self.offsets) - 1
+
+    @property
+    def sizes(self) -> Ints:
+        """How many samples each client has."""
+        return np.diff(self.offsets)
+
+    def of(self, cid: int) -> Ints:
+        """The samples of client cid (a view)."""
+        if not 0 <= cid < self.clients:
+            raise UserError(f"client {cid} does not exist; clients are 0 to {self.clients - 1}")
+        return self.order[self.offsets[cid] : self.offsets[cid + 1]]
+
+    def histogram(self, y: npt.ArrayLike, classes: int) -> Ints:
+        """How many samples of each class each client has, [clients, classes]."""
+        client = np.repeat(np.arange(self.clients), self.sizes)
+        cell = client * classes + np.asarray(y)[self.order]
+        return np.bincount(cell, minlength=self.clients * classes).reshape(self.clients, classes)
+
+    def manifest(self, y: npt.ArrayLike, classes: int, **about: Any) -> dict[str, Any]:
+        """A JSON-able account: `about` (name, parameters, seed), counts, a SHA-256, class counts for each client."""
+        sha = hashlib.sha256(self.offsets.astype("<i8").tobytes() + self.order.astype("<i8").tobytes())
+        return {
+            **about,
+            "clients": self.clients,
+            "samples": len(self.order),
+            "sha256": sha.hexdigest(),
+            "histogram": self.histogram(y, classes).tolist(),
+        }
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What a split is asked for."""
+
+    y: Ints  # labels, numbered 0 .. classes - 1 without gaps
+    classes: int
+    clients: int
+    rng: np.random.Generator
+    classes_per_client: int
+    alpha: float
+    beta: float
+    noise: float
+    owner: Ints | None
+    min_samples: int
+
+
+def iid(ask: Ask) -> Partition:
+    """Shuffled, sizes equal up to one."""
+    return Partition(_offsets(_even(len(ask.y), ask.clients)), ask.rng.permutation(len(ask.y)))
+
+
+def quantity(ask: Ask) -> Partition:
+    """Sizes by a Dirichlet on top of the least size, labels iid."""
+    if not (ask.beta > 0 and math.isfinite(ask.beta)):
+        raise UserError(f"split 'quantity' got beta = {ask.beta}; it must be a positive number, and 0.5 is usual")
+    spare = len(ask.y) - ask.clients * ask.min_samples
+    sizes = ask.min_samples + _deal(spare, _dirichlet(ask.beta, ask.clients, ask.rng))
+    return Partition(_offsets(sizes), ask.rng.permutation(len(ask.y)))
+
+
+def dirichlet(ask: Ask) -> Partition:
+    """Each class dealt to the clients by its own Dirichlet; the smallest clients filled up from the largest."""
+    if not (ask.alpha > 0 and math.isfinite(ask.alpha)):
+        raise UserError(
+            f"split 'dirichlet' got alpha = {ask.alpha}; it must be a positive number: 0.1 is skewed, 100 nearly iid"
+        )
+    client = np.empty(len(ask.y), dtype=np.int64)
+    for samples in _by_class(ask):
+        shares = _dirichlet(ask.alpha, ask.clients, ask.rng)
+        client[samples] = np.repeat(np.arange(ask.clients), _deal(len(samples), shares))
+    partition = _gather(client, ask.clients, ask.rng)
+    sizes = partition.sizes
+    lack = np.maximum(ask.min_samples - sizes, 0)
+    if not lack.any():
+        return partition
+    keep = _most_even(sizes, int(sizes.sum() - lack.sum()))
+    place = np.arange(len(client)) - np.repeat(partition.offsets[:-1], sizes)
+    moved = partition.order[
+        place >= np.repeat(keep, sizes)
+    ]  # a client's samples are in random order: the last ones will do
+    client[ask.rng.permutation(moved)] = np.repeat(np.arange(ask.clients), lack)
+    return _gather(client, ask.clients, ask.rng)
+
+
+def classes(ask: Ask) -> Partition:
+    """k classes per client, a class dealt equally among the clients that hold it, and noise from the others."""
+    k, count = ask.classes_per_client, np.bincount(ask.y, minlength=ask.classes)
+    if not 1 <= k <= ask.classes:
+        raise UserError(
+            f"split 'classes' got classes_per_client = {k}; use 1 to {ask.classes}, the number of classes in the data"
+        )
+    if not 0 <= ask.noise < 1:
+        raise UserError(f"split 'classes' got noise = {ask.noise}; it is a share from 0 up to, not including, 1")
+    if ask.noise > 0 and k == ask.classes:
+        raise UserError(
+            f"split 'classes' got noise = {ask.noise} and {k} classes per client, which are all; use noise = 0"
+        )
+    spared = np.floor(ask.noise * count).astype(np.int64)
+    most = np.minimum(count - spared, ask.clients)  # a class can be held by so many
+    if most.sum() < ask.clients * k:
+        raise UserError(
+            f"split 'classes' cannot give {ask.clients} clients {k} classes each with a sample of every one from "
+            f"{len(ask.y)} samples; use fewer clients or fewer classes_per_client"
+        )
+    order = ask.rng.permutation(ask.classes)  # which classes are held once more than others is drawn too
+    holders = np.empty(ask.classes, dtype=np.int64)
+    holders[order] = _most_even(most[order], ask.clients * k)
+    held = _hold(holders, ask)
+    client, pool = _deal_classes(held, holders, spared, ask)
+    _add_noise(client, held, pool, ask)
+    return _gather(client, ask.clients, ask.rng)
+
+
+def natural(ask: Ask) -> Partition:
+    """One client per owner, or a random choice of owners."""
+    if ask.owner is None:
+        raise UserError(
+            "split 'natural' needs a data set that knows who wrote each sample, such as glyphs; use another split"
+        )
+    sizes = np.bincount(ask.owner)
+    able = np.flatnonzero(sizes >= ask.min_samples)
+    if ask.clients > len(able):
+        raise UserError(
+            f"split 'natural' got {ask.clients} clients, but the data have {len(able)} owners with at least "
+            f"{ask.min_samples} samples; use at most that many clients"
+        )
+    chosen = np.sort(ask.rng.choice(able, ask.clients, replace=False))
+    number = np.full(len(sizes), -1)
+    number[chosen] = np.arange(ask.clients)
+    return _gather(number[ask.owner], ask.clients, ask.rng)
+
+
+SPLITS: dict[str, Callable[[Ask], Partition]] = {
+    "iid": iid,
+    "classes": classes,
+    "dirichlet": dirichlet,
+    "quantity": quantity,
+    "natural": natural,
+}
+
+
+def split(
+    name: str,
+    y: npt.ArrayLike,
+    clients: int,
+    seed: int,
+    *,
+    classes_per_client: int = 2,
+    alpha: float = 0.1,
+    beta: float = 0.5,
+    noise: float = 0.0,
+    owner: npt.ArrayLike | None = None,
+    min_samples: int = 1,
+) -> Partition:
+    """The partition of samples with labels y by the split of that name."""
+    if name not in SPLITS:
+        raise unknown("split", name, SPLITS)
+    labels = _labels(y)
+    if clients < 1 or min_samples < 1:
+        raise UserError(
+            f"split '{name}' got {clients} clients and min_samples = {min_samples}; both must be at least 1"
+        )
+    if seed < 0:
+        raise UserError(f"split '{name}' got seed = {seed}; it must not be negative")
+    if clients * min_samples > len(labels):
+        raise UserError(
+            f"split '{name}' got {clients} clients with at least {min_samples} samples each, but there are only "
+            f"{len(labels)} samples; use fewer clients"
+        )
+    present = np.bincount(labels) > 0
+    ask = Ask(
+        y=(np.cumsum(present) - 1)[labels],
+        classes=int(present.sum()),
+        clients=clients,
+        rng=np.random.default_rng(np.random.SeedSequence([seed, STREAM])),
+        classes_per_client=classes_per_client,
+        alpha=alpha,
+        beta=beta,
+        noise=noise,
+        owner=None if owner is None else np.asarray(owner).astype(np.int64),
+        min_samples=min_samples,
+    )
+    if ask.owner is not None and (ask.owner.shape != labels.shape or int(ask.owner.min()) < 0):
+        raise UserError(
+            f"split '{name}' got owners {list(ask.owner.shape)} for {len(labels)} labels; give one number >= 0 a sample"
+        )
+    partition = SPLITS[name](ask)
+    if (least := int(partition.sizes.min())) < min_samples:
+        raise UserError(
+            f"split '{name}' would leave a client with {least} samples, fewer than min_samples = {min_samples}; "
+            "use fewer clients"
+        )
+    return partition
+
+
+def _labels(y: npt.ArrayLike) -> Ints:
+    """The labels as int64, refused unless they are whole numbers >= 0."""
+    labels = np.asarray(y)
+    if labels.ndim != 1 or labels.dtype.kind not in "iu" or len(labels) == 0 or int(labels.min()) < 0:
+        raise UserError(
+            f"labels are {labels.dtype} {list(labels.shape)}; a split needs a list of whole numbers >= 0, at least one"
+        )
+    return labels.astype(np.int64)
+
+
+def _offsets(sizes: Ints) -> Ints:
+    """Where each client begins, and the end."""
+    return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+
+
+def _even(total: int, parts: int) -> Ints:
+    """The total in whole parts that are equal up to one."""
+    return total // parts + (np.arange(parts) < total % parts)
+
+
+def _most_even(caps: Ints, total: int) -> Ints:
+    """Whole numbers that add up to total <= sum(caps): each its cap, or one common level (or + 1) if that is lower."""
+    low, high = 0, int(caps.max())
+    while low < high:  # the highest level that does not need more than the total
+        level = (low + high + 1) // 2
+        low, high = (level, high) if int(np.minimum(caps, level).sum()) <= total else (low, level - 1)
+    parts = np.minimum(caps, low)
+    above = np.flatnonzero(caps > low)[: total - int(parts.sum())]
+    parts[above] += 1
+    return parts
+
+
+def _dirichlet(concentration: float, parts: int, rng: np.random.Generator) -> Floats:
+    """Shares of a symmetric Dirichlet, by logarithms of gamma variates, as small concentrations would underflow."""
+    log = np.log(rng.standard_gamma(concentration + 1, parts))
+    log -= rng.standard_exponential(parts) / concentration  # gamma(a) = gamma(a + 1) * uniform^(1 / a)
+    log -= log.max()
+    shares: Floats = np.exp(log)
+    shares /= shares.sum()
+    return shares
+
+
+def _deal(total: int, shares: Floats) -> Ints:
+    """The total in whole parts near the shares, cut at the rounded running sums, so that they add up."""
+    cuts = np.rint(np.cumsum(shares) * total).astype(np.int64)
+    cuts[-1] = total
+    return np.diff(np.minimum(cuts, total), prepend=0)
+
+
+def _by_class(ask: Ask) -> list[Ints]:
+    """For each class its samples in random order."""
+    shuffled = ask.rng.permutation(len(ask.y))
+    ordered = shuffled[np.argsort(_narrow(ask.y[shuffled]), kind="stable")]
+    return np.split(ordered, np.cumsum(np.bincount(ask.y))[:-1])
+
+
+def _gather(client: Ints, clients: int, rng: np.random.Generator) -> Partition:
+    """The partition from the client of each sample (-1: not used), a client's samples in random order."""
+    order = rng.permutation(len(client))
+    order = order[client[order] >= 0]
+    order = order[np.argsort(_narrow(client[order]), kind="stable")]
+    return Partition(_offsets(np.bincount(client[order], minlength=clients)), order)
+
+
+def _narrow(values: Ints) -> npt.NDArray[Any]:
+    """The values in 16 bits where they fit, as numpy then sorts by radix, ten times as fast."""
+    return values.astype(np.uint16) if len(values) and int(values.max()) < 2**16 else values
+
+
+def _hold(holders: Ints, ask: Ask) -> Ints:
+    """The classes each client holds, [clients, k], all different, class c held by holders[c] clients.
+
+    Dealing each class to consecutive clients around the table is such an arrangement, as no class has more holders
+    than there are clients; random exchanges between pairs of clients then keep all of this true and mix the
+    combinations.
+    """
+    k, n = ask.classes_per_client, ask.clients
+    table = np.repeat(np.arange(ask.classes), holders).reshape(k, n).T.copy()
+    for _ in range(8 * k + 16 if n > 1 else 0):
+        pair = ask.rng.permutation(n)
+        a, b = pair[: n // 2], pair[n // 2 : 2 * (n // 2)]
+        i, j = ask.rng.integers(k, size=(2, n // 2))
+        mine, theirs = table[a, i], table[b, j]
+        fits = ~(table[a] == theirs[:, None]).any(axis=1) & ~(table[b] == mine[:, None]).any(axis=1)
+        table[a[fits], i[fits]], table[b[fits], j[fits]] = theirs[fits], mine[fits]
+    mixed: Ints = table[ask.rng.permutation(n)]
+    return mixed
+
+
+def _deal_classes(held: Ints, holders: Ints, spared: Ints, ask: Ask) -> tuple[Ints, Ints]:
+    """The client of each sample (-1: none), each class dealt in turn to its holders, and the samples kept for noise."""
+    places = ask.rng.permutation(held.size)  # so that it is not always the first clients who get one more
+    places = places[np.argsort(_narrow(held.ravel()[places]), kind="stable")]
+    of_class = np.split(places // held.shape[1], np.cumsum(holders)[:-1])
+    client, pool = np.full(len(ask.y), -1), []
+    for samples, spare, who in zip(_by_class(ask), spared, of_class, strict=True):
+        pool.append(samples[:spare])
+        if len(who):
+            dealt = samples[spare:]
+            client[dealt] = who[np.arange(len(dealt)) % len(who)]
+    return client, np.concatenate(pool)
+
+
+def _add_noise(client: Ints, held: Ints, pool: Ints, ask: Ask) -> None:
+    """Deal, in place, samples of the pool to clients that do not hold their class, to each near its share of noise.
+
+    Samples and places are paired at random and pairs that fit are kept, again and again; the few that never fit stay
+    unused.
+    """
+    own = np.bincount(client[client >= 0], minlength=ask.clients)
+    ends = np.rint(np.cumsum(own * (ask.noise / (1 - ask.noise)))).astype(np.int64)
+    wanted = ends - np.concatenate([[0], ends[:-1]])
+    takers = ask.rng.permutation(np.repeat(np.arange(ask.clients), wanted))
+    for _ in range(200):
+        n = min(len(pool), len(takers))
+        if n == 0:
+            break
+        pool = ask.rng.permutation(pool)
+        fits = ~(held[takers[:n]] == ask.y[pool[:n], None]).any(axis=1)
+        client[pool[:n][fits]] = takers[:n][fits]
+        pool, takers = (np.concatenate([all_[:n][~fits], all_[n:]]) for all_ in (pool, takers))

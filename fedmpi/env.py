@@ -1,0 +1,415 @@
+"""Who am I: rank, size and device, from whoever launched this process.
+
+Every launcher tells its processes who they are through environment variables. `find_place` reads them; it is a pure
+function of a mapping, so each case is a row in a test, most of them recorded from the real launcher.
+
+Launchers nest: a Slurm step starts one torchrun agent or one MPI proxy a node, and those start the ranks. So they are
+read from the outside in, and the innermost one that names a rank decides:
+
+    srun < submitit < mpi (mpiexec, mpirun) < torchrun
+
+- An srun task is a process of a numbered step. A batch script and an salloc shell have SLURM_NTASKS too, but no step
+  or one with a reserved number: what runs there without a launcher is alone.
+- `srun --mpi=pmi2` sets PMI_RANK beside SLURM_PROCID. That is one launch, reported as "srun": torch's ranks can meet
+  through the node list, and MPI works as well.
+- RANK and WORLD_SIZE without torchrun's own TORCHELASTIC_RUN_ID were set by hand, or by submitit's export. They must
+  agree with whatever else numbers this process; where nothing else does, they count as torchrun.
+
+A double launch (two launchers, each believing that it numbers the ranks) would train the same federation several times
+over into one folder, so it is refused. torchrun inside srun or mpiexec is one world if it has as many agents as there
+are outer tasks, or a rendezvous id that its user gave; mpiexec inside srun is one world if the step has one task a
+node, as MPI's own proxies do.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import platform
+import re
+import socket
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+
+from fedmpi import __version__
+from fedmpi.errors import UserError, unknown
+
+Env = Mapping[str, str]
+
+# rank, size, local rank, local size
+TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+OPENMPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
+PMI = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+SUBMITIT = ("SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_NTASKS", "SUBMITIT_LOCAL_LOCALID", "SUBMITIT_LOCAL_NTASKS")
+
+HOST = r"(?:[\w.-]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"  # in a node list: text and brackets of numbers
+OWN_ID = r"none|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"  # TORCHELASTIC_RUN_ID where no user gave one
+RESERVED_STEPS = 0xFFFFFFF0  # Slurm numbers its batch, interactive and extern steps from here on
+RECORDED = (  # an allow-list: an environment also holds people's passwords
+    "SLURM_JOB_ID",
+    "SLURM_ARRAY_JOB_ID",
+    "SLURM_ARRAY_TASK_ID",
+    "SLURM_STEP_ID",
+    "SLURM_RESTART_COUNT",
+    "SLURM_JOB_PARTITION",
+    "SLURM_JOB_NODELIST",
+    "TORCHELASTIC_RESTART_COUNT",
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands among the ranks, and who put it there."""
+
+    launcher: str  # torchrun, mpi, srun, submitit or alone
+    rank: int
+    size: int
+    local_rank: int  # among the ranks of this node
+    local_size: int
+    cores: int | None = None  # for this rank alone, where the launcher says so (srun --cpus-per-task)
+
+
+def find_place(environ: Env) -> Place:
+    """The place that the launchers' variables give this process; a UserError where they contradict each other."""
+    place: Place | None = None
+    for read in (_srun, _submitit, _mpi, _torchrun):  # from the outside in
+        place = read(environ, place)
+    return place or Place("alone", 0, 1, 0, 1)
+
+
+def rendezvous(place: Place, environ: Env) -> tuple[str, int] | None:
+    """Host and port at which torch's ranks can meet, or None where the launcher names no such place (mpi, alone).
+
+    MASTER_ADDR and MASTER_PORT count wherever both are set. Otherwise srun's tasks meet on the first node of their
+    step, at a port made of job, step and restart, so that a requeued job does not meet what its last life left behind.
+    """
+    if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
+        return environ["MASTER_ADDR"], _whole(environ, "MASTER_PORT", 1, 65535)
+    if place.launcher == "torchrun" and place.size > 1:
+        raise UserError("RANK is set but MASTER_ADDR and MASTER_PORT are not both: set them, or start with torchrun")
+    if "SUBMITIT_LOCAL_JOB_ID" in environ and place.launcher == "submitit":
+        return "127.0.0.1", 20000 + _whole(environ, "SUBMITIT_LOCAL_JOB_ID") % 10000
+    if place.launcher not in ("srun", "submitit"):
+        return None
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
+    if not nodes or "SLURM_JOB_ID" not in environ:
+        raise UserError(
+            f"{place.launcher} set no SLURM_JOB_ID or no SLURM_STEP_NODELIST, so the ranks cannot find each other: "
+            "export MASTER_ADDR and MASTER_PORT"
+        )
+    return expand_hosts(nodes)[0], _slurm_port(environ)
+
+
+def check_mpi_world(place: Place, rank: int, size: int) -> None:
+    """Raise a UserError unless MPI's COMM_WORLD is the world that the launcher promised; every rank must call it.
+
+    MPI started without its process manager does not fail: each process becomes a world of one, and would train alone.
+    """
+    if (rank, size) == (place.rank, place.size):
+        return
+    if size == place.size:
+        raise UserError(
+            f"{place.launcher} calls this rank {place.rank} of {size} but MPI calls it {rank}: launched twice? "
+            "start with one of mpiexec and srun only"
+        )
+    if place.launcher == "alone":
+        raise UserError(
+            f"MPI sees a world of {size} but no launcher that fedmpi knows left its variables: start with srun or the "
+            f"mpiexec of MPICH or Open MPI, or export {', '.join(TORCH)} for each rank"
+        )
+    cures = {
+        "srun": "start with 'srun --mpi=pmi2' (MPICH) or 'srun --mpi=pmix' (Open MPI), or with mpiexec inside sbatch",
+        "submitit": "pass slurm_srun_args=['--mpi=pmi2'] (MPICH) or ['--mpi=pmix'] (Open MPI), or use --comm torch",
+        "torchrun": f"use --comm torch, or start with 'mpiexec -n {place.size} python -m mpi4py -m fedmpi ...'",
+        "mpi": "mpi4py loads another MPI library than this mpiexec belongs to; use the mpiexec of the library it loads",
+    }
+    harm = "each rank would train alone" if size == 1 else "the ranks would not be one federation"
+    started = f"{place.launcher} started {place.size} ranks but MPI sees a world of {size}"
+    raise UserError(f"{started}, so {harm}: {cures[place.launcher]}")
+
+
+def threads_per_rank(place: Place, given: int | None, cores: int) -> int:
+    """Threads for this rank: as given, else what the launcher set aside for it, else its share of the node's cores."""
+    if given is not None:
+        if given < 1:
+            raise UserError(f"threads={given} but a rank needs at least 1; leave it out for a share of the cores")
+        return given
+    if place.cores is not None:
+        return max(1, min(place.cores, cores))
+    return max(1, cores // place.local_size)
+
+
+def available_cores() -> int:
+    """Cores that this process may run on, which in a container or a Slurm job are fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def choose_device(place: Place, want: str, cuda_devices: int) -> str:
+    """The torch device of this rank for "auto", "cpu", "cuda" or "cuda:N": "cpu" or "cuda:N".
+
+    `cuda_devices` is how many this process sees. The ranks of a node take them in turn; more ranks than devices share
+    them, and where Slurm shows each task its own device only, every rank takes number 0 of what it sees.
+    """
+    match = re.fullmatch(r"auto|cpu|cuda(?::(\d+))?", want)
+    if match is None:
+        raise unknown("device", want, ("auto", "cpu", "cuda", "cuda:N"))
+    if want == "cpu" or (want == "auto" and cuda_devices == 0):
+        return "cpu"
+    if cuda_devices == 0:
+        raise UserError(
+            f"device '{want}' but no CUDA device is visible: use 'cpu' or 'auto', or see CUDA_VISIBLE_DEVICES"
+        )
+    if match.group(1) is None:
+        return f"cuda:{place.local_rank % cuda_devices}"
+    number = int(match.group(1))
+    if number >= cuda_devices:
+        raise UserError(f"device '{want}' but {cuda_devices} are visible, numbered from 0; use 'cuda' for one per rank")
+    return f"cuda:{number}"
+
+
+def describe(place: Place, environ: Env, threads: int, device: str, folder: Path | str = ".") -> dict[str, object]:
+    """The record of this process for environment.json: versions, machine, place, job, and `folder`'s commit."""
+    packages = ("torch", "torchvision", "numpy", "mpi4py", "submitit", "safetensors")
+    return {
+        "versions": {"fedmpi": __version__, "python": platform.python_version()} | {p: _version(p) for p in packages},
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "hostname": socket.gethostname(),
+        "cores": os.cpu_count(),
+        "available_cores": available_cores(),
+        "launcher": place.launcher,
+        "rank": place.rank,
+        "size": place.size,
+        "local_rank": place.local_rank,
+        "local_size": place.local_size,
+        "threads": threads,
+        "device": device,
+        "commit": commit(folder),
+        "job": {name: environ[name] for name in RECORDED if name in environ},
+    }
+
+
+def commit(folder: Path | str) -> str | None:
+    """The git commit checked out in a folder, with "-dirty" behind it where files differ; None where there is none."""
+    command = ["git", "-C", str(folder), "--no-optional-locks", "describe", "--always", "--dirty"]
+    command += ["--abbrev=40", "--exclude=*"]  # the hash itself, never a tag
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip() or None
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def expand_hosts(nodelist: str) -> list[str]:
+    """The host names in a Slurm node list: "n[1-3,7],gpu08" gives n1, n2, n3, n7 and gpu08."""
+    hosts: list[str] = []
+    if re.fullmatch(f"{HOST}(,{HOST})*", nodelist):
+        for item in re.findall(r"(?:\[[^]]*\]|[^,\[])+", nodelist):  # a comma inside brackets does not separate hosts
+            pieces = re.findall(r"\[([^]]*)\]|([^\[]+)", item)
+            choices = [_numbers(inside) if inside else [text] for inside, text in pieces]
+            hosts += ["".join(choice) for choice in itertools.product(*choices)]
+    if not hosts:
+        raise UserError(
+            f"node list '{nodelist}' is not of the form n[1-3,7],m4: set MASTER_ADDR and MASTER_PORT instead"
+        )
+    return hosts
+
+
+def tasks_on_node(tasks_per_node: str, node: int) -> int:
+    """The entry for one node in Slurm's short form: "2(x3),1" means 2, 2, 2, 1."""
+    matches = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item) for item in tasks_per_node.split(",")]
+    counts = [int(m.group(1)) for m in matches if m for _ in range(int(m.group(2) or 1))]
+    if None in matches or node >= len(counts):
+        raise UserError(
+            f"SLURM_STEP_TASKS_PER_NODE='{tasks_per_node}' is not of the form 2(x3),1 with an entry for "
+            f"SLURM_NODEID={node}: start again with srun"
+        )
+    return counts[node]
+
+
+def _srun(environ: Env, outer: Place | None) -> Place | None:
+    """The place of an srun task; `outer` for anything else, a batch script and an salloc shell included."""
+    step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID"))
+    if step is None:
+        if environ.get("SLURM_PROCID", "0") == "0":  # a batch script is always 0, so another number is a task's
+            return outer
+    elif not step.isdecimal() or int(step) >= RESERVED_STEPS:
+        return outer
+    size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+    place = _read(environ, "srun", ("SLURM_PROCID", size_name, "SLURM_LOCALID", ""), _step_local_size(environ))
+    if place is None:
+        return outer
+    tasks = environ.get("SLURM_NTASKS", str(place.size))
+    if place.size > 1 and tasks != str(place.size):
+        raise UserError(
+            f"SLURM_STEP_NUM_TASKS={place.size} but SLURM_NTASKS={tasks}: this job was submitted from another job's "
+            "step and kept its variables; start with srun, or unset SLURM_STEP_ID"
+        )
+    if "SLURM_CPUS_PER_TASK" in environ:
+        place = replace(place, cores=_whole(environ, "SLURM_CPUS_PER_TASK", 1))
+    return place
+
+
+def _submitit(environ: Env, outer: Place | None) -> Place | None:
+    """The place of a submitit task: srun's under its Slurm executor, its own numbers under the local one."""
+    executor = environ.get("SUBMITIT_EXECUTOR")
+    if executor == "slurm" and outer is not None:
+        return replace(outer, launcher="submitit")
+    if executor != "local" or SUBMITIT[0] not in environ:  # its controller has no number
+        return outer
+    inner = _read(environ, "submitit", SUBMITIT)
+    if outer is None or inner is None or outer.size == 1 or _same(inner, outer):
+        return inner or outer
+    raise _twice(environ, inner, outer, "submit from one process, not from every task")
+
+
+def _mpi(environ: Env, outer: Place | None) -> Place | None:
+    """The place of a rank of mpiexec or mpirun; `outer` where srun itself set MPI's variables."""
+    inner = _read(environ, "mpi", OPENMPI) or _read(environ, "mpi", PMI)
+    if inner is None:
+        if "PMIX_RANK" in environ and outer is None:
+            raise UserError("PMIX_RANK is set but no variable tells the size: start with mpirun or 'srun --mpi=pmix'")
+        return outer
+    if outer is None or outer.size == 1:
+        return inner
+    if _same(inner, outer):
+        by_srun = OPENMPI[0] not in environ and PMI[2] not in environ  # mpiexec tells local ranks, srun does not
+        return outer if by_srun else inner
+    if outer.local_size == 1:
+        return inner
+    raise _twice(environ, inner, outer, "start mpiexec in the batch script itself, not through srun")
+
+
+def _torchrun(environ: Env, outer: Place | None) -> Place | None:
+    """The place of a rank of torchrun; `outer` where RANK and WORLD_SIZE only repeat what it says."""
+    elastic = "TORCHELASTIC_RUN_ID" in environ
+    if outer and not elastic and "RANK" not in environ and environ.get("WORLD_SIZE") == str(outer.size):
+        return outer  # many batch scripts export WORLD_SIZE and MASTER_ADDR and leave the rank to srun
+    inner = _read(environ, "torchrun", TORCH)
+    if inner is None:
+        return outer
+    if elastic:
+        return _check_agents(environ, inner, outer)
+    if outer is None:
+        return _check_batch(environ, inner)
+    if _same(inner, outer):
+        return outer
+    if outer.size == 1:
+        return inner
+    raise _twice(environ, inner, outer, f"unset RANK and WORLD_SIZE to keep the numbers of {outer.launcher}")
+
+
+def _check_agents(environ: Env, inner: Place, outer: Place | None) -> Place:
+    """`inner`, unless every outer task started a torchrun that knows nothing of the others.
+
+    An elastic job that lost a node rightly has fewer agents than tasks. It has a rendezvous id that its user gave,
+    whereas torchrun makes up a UUID with --standalone and says "none" without a rendezvous.
+    """
+    agents = _whole(environ, "GROUP_WORLD_SIZE") if "GROUP_WORLD_SIZE" in environ else inner.size // inner.local_size
+    if outer is None or agents >= outer.size or not re.fullmatch(OWN_ID, environ["TORCHELASTIC_RUN_ID"]):
+        return inner
+    cure = (
+        f"{outer.launcher} started {outer.size} tasks, each with a torchrun of its own; leave out one of them, or give "
+        "torchrun --nnodes and one --rdzv-id and --rdzv-endpoint for all"
+    )
+    raise _twice(environ, inner, outer, cure)
+
+
+def _check_batch(environ: Env, inner: Place) -> Place:
+    """`inner`, unless a batch script's variables name a world of the same size and RANK is another number in it."""
+    procid = environ.get("SLURM_PROCID", str(inner.rank))
+    if environ.get("SLURM_NTASKS") == str(inner.size) and procid != str(inner.rank):
+        batch = Place("srun", _whole(environ, "SLURM_PROCID"), inner.size, 0, 1)
+        raise _twice(environ, inner, batch, "unset one: RANK and WORLD_SIZE, or SLURM_PROCID")
+    return inner
+
+
+def _read(environ: Env, launcher: str, names: tuple[str, str, str, str], local_size: int | None = None) -> Place | None:
+    """The place in one launcher's four variables, None where it set neither rank nor size.
+
+    Without local numbers all ranks are taken to be on this node: too few threads at worst, never too many.
+    """
+    rank_name, size_name, local_rank_name, local_size_name = names
+    if rank_name not in environ and size_name not in environ:
+        return None
+    for name, other in ((rank_name, size_name), (size_name, rank_name)):
+        if name not in environ:
+            raise UserError(f"{other}={environ[other]} is set but {name} is not: set both, or unset {other}")
+    size = _whole(environ, size_name, 1)
+    rank = _whole(environ, rank_name, 0, size - 1)
+    if local_size is None:
+        local_size = _whole(environ, local_size_name, 1, size) if local_size_name in environ else size
+    local_rank = rank % local_size
+    if local_rank_name in environ:
+        local_rank = _whole(environ, local_rank_name, 0, local_size - 1)
+    return Place(launcher, rank, size, local_rank, local_size)
+
+
+def _whole(environ: Env, name: str, low: int = 0, high: int | None = None) -> int:
+    """A variable as a whole number within its bounds."""
+    text = environ[name]
+    number = int(text) if text.isdecimal() else -1
+    if number < low or (high is not None and number > high):
+        valid = f"from {low} to {high}" if high is not None else f"from {low} up"
+        raise UserError(f"{name}='{text}' but it must be a whole number {valid}: correct it, or unset it")
+    return number
+
+
+def _step_local_size(environ: Env) -> int | None:
+    """How many tasks of the srun step are on this node, None where Slurm does not tell."""
+    if "SLURM_STEP_TASKS_PER_NODE" not in environ or "SLURM_NODEID" not in environ:
+        return None
+    return tasks_on_node(environ["SLURM_STEP_TASKS_PER_NODE"], _whole(environ, "SLURM_NODEID"))
+
+
+def _same(a: Place, b: Place) -> bool:
+    """Whether two places are the same rank of worlds of the same size."""
+    return (a.rank, a.size) == (b.rank, b.size)
+
+
+def _twice(environ: Env, inner: Place, outer: Place, cure: str) -> UserError:
+    """The error for two launchers that both number this process."""
+    mpi = OPENMPI[0] if OPENMPI[0] in environ else PMI[0]
+    names = {"torchrun": "RANK", "mpi": mpi, "srun": "SLURM_PROCID", "submitit": SUBMITIT[0]}
+    if "SLURM_PROCID" in environ and outer.launcher == "submitit":
+        names["submitit"] = "SLURM_PROCID"
+    two = f"{names[inner.launcher]}={inner.rank} ({inner.launcher}) but {names[outer.launcher]}={outer.rank}"
+    return UserError(f"{two}: launched twice? {cure}")
+
+
+def _slurm_port(environ: Env) -> int:
+    """A port below the range that Linux hands out by itself; another one for each step and restart of a job."""
+    job = _whole(environ, "SLURM_JOB_ID")
+    step = _whole(environ, "SLURM_STEP_ID") if "SLURM_STEP_ID" in environ else 0
+    restart = _whole(environ, "SLURM_RESTART_COUNT") if "SLURM_RESTART_COUNT" in environ else 0
+    return 20000 + (job + 101 * step + 1009 * restart) % 10000
+
+
+def _numbers(ranges: str) -> list[str]:
+    """The numbers in "1-3,7", each as wide as the first of its range: "08-10" gives 08, 09, 10."""
+    numbers: list[str] = []
+    for item in ranges.split(","):
+        low, _, high = item.partition("-")
+        numbers += [str(number).zfill(len(low)) for number in range(int(low), int(high or low) + 1)]
+    return numbers
+
+
+def _version(package: str) -> str | None:
+    """The version of an installed package, found without importing it; None where it is absent."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    """The name of the processor: results are repeatable to the bit on equal ones only."""
+    try:
+        match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        match = None
+    return match.group(1) if match else platform.processor() or platform.machine()

@@ -1,0 +1,27 @@
+"""The two kinds of failure a user meets, and how they are worded.
+
+A `UserError` is the caller's mistake: one sentence that says what was given, what is valid and what to do; the
+command line prints it without a traceback and leaves with exit code 2. A `RunError` is a fault of the run itself (a
+rank that is gone, a round without usable clients): also one sentence, exit code 1.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """The caller's mistake: exit code 2."""
+
+
+class RunError(RuntimeError):
+    """A fault while running, told in one sentence: exit code 1."""
+
+
+def unknown(kind: str, given: str, known: Iterable[str]) -> UserError:
+    """The error for a name that is not in a table, with the nearest match where there is one."""
+    names = sorted(known)
+    near = difflib.get_close_matches(given, names, n=1)
+    hint = f"did you mean '{near[0]}'? " if near else ""
+    return UserError(f"unknown {kind} '{given}'; {hint}known: {', '.join(names)}")

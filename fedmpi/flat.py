@@ -1,0 +1,100 @@
+"""A model as one flat vector: trainable parameters first, float buffers behind them.
+
+    N  the whole vector, padded so that every rank owns a slice of the same length
+    P  the trainable parameters: what is trained, masked and moved by the server's rule
+    P..L  float buffers (BatchNorm's running statistics) and frozen parameters: averaged, never masked
+    L..N  padding, always zero
+
+`bind` makes the model's tensors views of such a vector, so that a step on the vector is a step of the model and
+nothing is copied. Integer buffers (BatchNorm's step counter) are few: they travel beside the vector and take the
+maximum over clients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .errors import UserError
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where one tensor of the model lies in the vector."""
+
+    name: str
+    start: int
+    shape: torch.Size
+    channels_last: bool
+
+    def view(self, x: Tensor) -> Tensor:
+        """The tensor as a view of the vector; a convolution's weight with channels innermost where the layout says
+        so."""
+        flat = x[self.start : self.start + self.shape.numel()]
+        if not self.channels_last:
+            return flat.view(self.shape)
+        out, inn, height, width = self.shape
+        return flat.view(out, height, width, inn).permute(0, 3, 1, 2)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The map of a model's vector: `params` and `rest` elements, and the names of its integer buffers."""
+
+    spans: tuple[Span, ...]
+    params: int
+    length: int
+    ints: tuple[str, ...]
+
+    def padded(self, ranks: int) -> int:
+        """The length N: the next multiple of the number of ranks."""
+        return -(-self.length // ranks) * ranks
+
+
+def layout_of(model: nn.Module, channels_last: bool = False) -> Layout:
+    """The layout of a model: trainable parameters, then frozen ones and float buffers, in the model's own order."""
+    params: dict[str, Tensor] = dict(model.named_parameters())
+    buffers = dict(model.named_buffers())
+    trained = {k: p for k, p in params.items() if p.requires_grad}
+    rest = {k: p for k, p in params.items() if not p.requires_grad}
+    rest |= {k: b for k, b in buffers.items() if b.is_floating_point()}
+    spans, at = [], 0
+    for name, tensor in (trained | rest).items():
+        if tensor.dtype != torch.float32:
+            raise UserError(f"model tensor '{name}' is {tensor.dtype}; the model must be float32: call model.float()")
+        spans.append(Span(name, at, tensor.shape, channels_last and tensor.dim() == 4))
+        at += tensor.numel()
+    count = sum(p.numel() for p in trained.values())
+    if not count:
+        raise UserError("the model has no trainable parameter; check requires_grad")
+    ints = tuple(k for k, b in buffers.items() if not b.is_floating_point())
+    return Layout(tuple(spans), count, at, ints)
+
+
+def bind(model: nn.Module, layout: Layout, x: Tensor, grad: Tensor) -> None:
+    """Copy the model into x, then make its tensors views of x, and the gradients of its parameters views of grad."""
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    for span in layout.spans:
+        tensor, view = tensors[span.name], span.view(x)
+        view.copy_(tensor.detach())
+        tensor.data = view
+        if span.start < layout.params:
+            tensor.grad = span.view(grad)
+
+
+def read_ints(model: nn.Module, layout: Layout) -> Tensor:
+    """The model's integer buffers, one after another, as int64 on the CPU."""
+    buffers = dict(model.named_buffers())
+    parts = [buffers[name].reshape(-1).to("cpu", torch.int64) for name in layout.ints]
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
+
+
+def write_ints(model: nn.Module, layout: Layout, ints: Tensor) -> None:
+    """Put integer buffers back into the model."""
+    buffers, at = dict(model.named_buffers()), 0
+    for name in layout.ints:
+        buffer = buffers[name]
+        buffer.copy_(ints[at : at + buffer.numel()].view(buffer.shape))
+        at += buffer.numel()

@@ -1,0 +1,140 @@
+"""What a run tells: a line a round and a bar on rank 0, `metrics.jsonl` always, TensorBoard if wanted.
+
+Metrics are lines of JSON, each written whole and flushed, so that a run can be followed and a killed one keeps what
+it had.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from tqdm import tqdm
+
+from .errors import unknown
+from .train import Report
+
+
+class Sink(Protocol):
+    """Somewhere that takes a round's metrics."""
+
+    def write(self, record: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """One JSON object a line."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file = open(folder / "metrics.jsonl", "w", encoding="utf-8")
+
+    def write(self, record: dict[str, Any]) -> None:
+        self.file.write(json.dumps(record, allow_nan=False) + "\n")
+        self.file.flush()
+
+    def close(self) -> None:
+        self.file.close()
+
+
+class TensorBoard:
+    """Scalars under the same names as in metrics.jsonl, nested ones with a slash."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(folder / "tensorboard"))
+
+    def write(self, record: dict[str, Any]) -> None:
+        for name, value in record.items():
+            values = {f"{name}/{k}": v for k, v in value.items()} if isinstance(value, dict) else {name: value}
+            for tag, number in values.items():
+                if isinstance(number, int | float):
+                    self.writer.add_scalar(tag, number, record["round"])
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+SINKS: dict[str, Callable[[Path], Sink]] = {"tensorboard": TensorBoard}
+
+
+def sink_names(names: str) -> list[str]:
+    """The sinks in a comma-separated list; `none` is the empty one."""
+    wanted = [name.strip() for name in names.split(",") if name.strip() not in ("", "none")]
+    for name in wanted:
+        if name not in SINKS:
+            raise unknown("sink (--log)", name, [*SINKS, "none"])
+    return wanted
+
+
+def record(report: Report) -> dict[str, Any]:
+    """A report as it stands in metrics.jsonl."""
+    fields = asdict(report)
+    fields["dropped_clients"] = list(fields.pop("dropped"))
+    fields["dropped"] = len(fields["dropped_clients"])
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
+
+
+def line(report: Report, rounds: int) -> str:
+    """A round in one line."""
+    seconds = report.seconds
+    test = "" if report.test_accuracy is None else f"  acc {report.test_accuracy:.4f}  loss {report.test_loss:.4f}"
+    dropped = f"  dropped {len(report.dropped)}" if report.dropped else ""
+    talk = seconds["reduce"] + seconds["server"] + seconds["gather"]
+    return (
+        f"round {report.round:>{len(str(rounds))}}/{rounds}{test}  train {report.train_loss:.4f}"
+        f"  kept {report.kept:.2f}  agree {report.agreement:.2f}{dropped}"
+        f"  local {seconds['local']:.2f}s  wait {seconds['wait']:.2f}s  comm {talk:.2f}s"
+    )
+
+
+class Log:
+    """Rank 0's log of a run; on other ranks it takes everything and says nothing."""
+
+    def __init__(self, folder: Path, rounds: int, sinks: list[str], speaks: bool) -> None:
+        self.rounds, self.speaks = rounds, speaks
+        self.sinks: list[Sink] = [JsonLines(folder), *(SINKS[name](folder) for name in sinks)] if speaks else []
+        terminal = speaks and sys.stderr.isatty()
+        self.bar = tqdm(total=rounds, unit="round", disable=not terminal, leave=False, dynamic_ncols=True)
+
+    def say(self, text: str) -> None:
+        """A line on standard output, above the bar."""
+        if self.speaks:
+            tqdm.write(text)
+            sys.stdout.flush()
+
+    def round(self, report: Report) -> None:
+        """Show and keep one round."""
+        self.say(line(report, self.rounds))
+        self.bar.update()
+        for sink in self.sinks:
+            sink.write(record(report))
+
+    def __enter__(self) -> Log:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.bar.close()
+        for sink in self.sinks:
+            sink.close()
+
+
+def set_up(rank: int, size: int) -> None:
+    """Warnings of the package on standard error, with the rank in front where there are several."""
+    who = f"rank {rank}: " if size > 1 else ""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(f"%(levelname)s: {who}%(message)s"))
+    logger = logging.getLogger("fedmpi")
+    logger.handlers[:] = [handler]
+    logger.setLevel(logging.INFO)
+    logger.propagate = False

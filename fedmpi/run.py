@@ -1,0 +1,217 @@
+"""One run, from a configuration to a folder with a trained model.
+
+A run folder: config.yaml, environment.json, partition.json, metrics.jsonl, tensorboard/, model.safetensors, and
+finished.json when it is done. Everything a user can get wrong is found before the first round, and every rank raises
+the same sentence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+import yaml
+from safetensors.torch import save_file
+
+from . import __version__
+from .algorithms import Algorithm, build, resolve
+from .comm import Comm, agreed
+from .config import Config, check
+from .data import DATASETS, SPLITS, Arrays, Partition, load, split
+from .env import Place, describe
+from .errors import UserError, unknown
+from .evaluate import evaluate
+from .log import Log, sink_names
+from .models import ModelRow, find_model
+from .seeds import torch_seed
+from .tally import SUMS
+from .task import Task, Work
+from .train import Plan, Report, State, begin, rounds
+
+CONFIG, FINISHED, MODEL = "config.yaml", "finished.json", "model.safetensors"
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A configuration that has been checked and whose names have been looked up."""
+
+    cfg: Config
+    algorithm: Algorithm
+    model: ModelRow
+    sinks: list[str]
+    out: Path
+
+
+def prepare(cfg: Config) -> Prepared:
+    """Check everything that needs neither data nor other ranks; a `UserError` names the first mistake."""
+    check(cfg)
+    cfg = resolve(cfg)
+    for kind, name, table in (("data set", cfg.data, DATASETS), ("split", cfg.split, SPLITS), ("sum", cfg.sum, SUMS)):
+        if name not in table:
+            raise unknown(kind, name, table)
+    out = Path(cfg.out or f"runs/{cfg.algorithm}-{cfg.mask}-{cfg.data}-{cfg.seed}")
+    return Prepared(cfg, build(cfg), find_model(cfg.model), sink_names(cfg.log), out)
+
+
+def run(prepared: Prepared, comm: Comm, place: Place, device: torch.device, environ: Mapping[str, str]) -> Report:
+    """Train, and leave a finished run folder; returns the last round's report. Collective."""
+    cfg = prepared.cfg
+    same_everywhere(cfg, comm)
+    with agreed(comm):
+        if comm.rank == 0:
+            check_folder(prepared.out)
+    with agreed(comm):
+        arrays, partition = load_data(cfg)
+        task = make_task(prepared, arrays, partition, comm.size, device)
+        if comm.rank == 0:
+            make_folder(prepared.out)
+            environment = describe(place, environ, torch.get_num_threads(), str(device))
+            describe_run(prepared.out, cfg, arrays, partition, environment)
+    plan = Plan(
+        cfg.seed,
+        cfg.rounds,
+        cfg.cohort,
+        Work(cfg.local.epochs, cfg.local.steps, cfg.local.batch),
+        cfg.sum,
+        cfg.min_clients,
+    )
+    with Log(prepared.out, cfg.rounds, prepared.sinks, speaks=comm.rank == 0) as log:
+        log.say(header(cfg, task, comm))
+        start, report, best = begin(task, prepared.algorithm, comm), None, 0.0
+        for state, report in rounds(start, plan, prepared.algorithm, task, comm):
+            if report.round % cfg.eval.every == 0 or report.round == cfg.rounds:
+                report = scored(report, task, state, comm, cfg.eval.batch)
+                best = max(best, report.test_accuracy or 0.0)
+            log.round(report)
+    assert report is not None, "a run has at least one round"
+    if comm.rank == 0:
+        finish(prepared.out, task, state, report, best)
+    comm.barrier()
+    return report
+
+
+def scored(report: Report, task: Task, state: State, comm: Comm, block: int) -> Report:
+    """The report with the test set's score in it. Collective."""
+    started = perf_counter()
+    score = evaluate(task, state, comm, block)
+    seconds = report.seconds | {"eval": perf_counter() - started}
+    return replace(report, test_accuracy=score.accuracy, test_loss=score.loss, seconds=seconds)
+
+
+def same_everywhere(cfg: Config, comm: Comm) -> None:
+    """Refuse ranks that were started with different configurations. Collective."""
+    digest = hashlib.sha256(json.dumps(dataclasses.asdict(cfg), sort_keys=True).encode()).digest()
+    rows = torch.zeros(comm.size, dtype=torch.int64)
+    rows[comm.rank] = int.from_bytes(digest[:7], "big")
+    comm.sum(rows)
+    odd = [rank for rank in range(comm.size) if rows[rank] != rows[0]]
+    if odd:
+        raise UserError(f"ranks {odd} were started with another configuration than rank 0; start all with the same one")
+
+
+def check_folder(out: Path) -> None:
+    """Refuse a run folder that holds a finished run or somebody's other files; an unfinished run is started over."""
+    try:
+        if (out / FINISHED).exists():
+            raise UserError(f"--out {out} already holds a finished run; choose another folder or remove it")
+        if out.exists() and not (out / CONFIG).exists() and any(out.iterdir()):
+            raise UserError(f"--out {out} holds files that are no run of fedmpi; choose another folder")
+    except OSError as error:
+        raise UserError(f"--out {out} cannot be read ({error.strerror}); choose another folder") from None
+
+
+def make_folder(out: Path) -> None:
+    """Make the run folder, private to the user."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        out.chmod(0o700)
+        probe = out / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"--out {out} cannot be written ({error.strerror}); choose a folder that can") from None
+
+
+def load_data(cfg: Config) -> tuple[Arrays, Partition]:
+    """The data set, and who has which part of it."""
+    arrays = load(cfg.data, cfg.data_root)
+    partition = split(
+        cfg.split,
+        arrays.y.numpy(),
+        cfg.clients,
+        cfg.seed,
+        classes_per_client=cfg.skew.classes,
+        alpha=cfg.skew.alpha,
+        beta=cfg.skew.beta,
+        noise=cfg.skew.noise,
+        owner=None if arrays.owner is None else arrays.owner.numpy(),
+    )
+    return arrays, partition
+
+
+def make_task(prepared: Prepared, arrays: Arrays, partition: Partition, ranks: int, device: torch.device) -> Task:
+    """The model for these data, with weights drawn from the seed, on this rank's device."""
+    cfg = prepared.cfg
+    torch.manual_seed(torch_seed(cfg.seed, "model"))
+    channels, height, width = arrays.x.shape[1:]
+    model = prepared.model.make(channels, height, width, arrays.classes)
+    return Task(model, arrays, partition, cfg.seed, device, ranks, prepared.model.channels_last)
+
+
+def describe_run(out: Path, cfg: Config, arrays: Arrays, partition: Partition, environment: dict[str, Any]) -> None:
+    """Write what is needed to repeat the run."""
+    write(out / CONFIG, yaml.safe_dump(dataclasses.asdict(cfg), sort_keys=False))
+    write(out / "environment.json", json.dumps(environment, indent=2) + "\n")
+    about = {"data": cfg.data, "split": cfg.split, "seed": cfg.seed, "skew": dataclasses.asdict(cfg.skew)}
+    manifest = partition.manifest(arrays.y.numpy(), arrays.classes, **about)
+    write(out / "partition.json", json.dumps(manifest) + "\n")
+
+
+def finish(out: Path, task: Task, state: State, report: Report, best: float) -> None:
+    """Write the model under its own names, then the file that says the run is done."""
+    task.load(state.model_N, state.ints)
+    tensors = {
+        name: t.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, t in task.model.state_dict().items()
+    }
+    aside = out / f".{MODEL}"
+    save_file(tensors, aside, metadata={"format": "pt"})
+    os.replace(aside, out / MODEL)
+    done = {
+        "rounds": report.round,
+        "test_accuracy": report.test_accuracy,
+        "test_loss": report.test_loss if math.isfinite(report.test_loss or 0.0) else None,
+        "best_test_accuracy": best,
+        "model_sha256": hashlib.sha256((out / MODEL).read_bytes()).hexdigest(),
+        "fedmpi": __version__,
+    }
+    write(out / FINISHED, json.dumps(done, indent=2) + "\n")
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file aside and rename it, so that nobody reads half of it."""
+    aside = path.with_name(f".{path.name}")
+    aside.write_text(text, encoding="utf-8")
+    os.replace(aside, path)
+
+
+def header(cfg: Config, task: Task, comm: Comm) -> str:
+    """What is about to run, in two lines."""
+    variant = f", variant {cfg.server.variant}" if cfg.server.rule != "sgd" else ""
+    tau = "" if cfg.mask == "mean" else f" (tau {cfg.tau:g})"
+    threads = torch.get_num_threads()
+    ranks = f"{comm.size} rank{'s' * (comm.size > 1)} ({comm.name}), {threads} thread{'s' * (threads > 1)} each"
+    return (
+        f"{cfg.algorithm} with mask {cfg.mask}{tau}: client {cfg.local.rule} lr {cfg.local.lr:g}, "
+        f"server {cfg.server.rule} lr {cfg.server.lr:g}{variant}; {cfg.model}, {task.layout.params:,} parameters\n"
+        f"{cfg.data} split {cfg.split} over {cfg.clients} clients, {cfg.cohort} a round; {ranks}, sum {cfg.sum}"
+    )

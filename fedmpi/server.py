@@ -1,0 +1,136 @@
+"""What the masked mean does to the model: the server's rules (Reddi et al., ICLR 2021; Tenison et al., TMLR 2023,
+algorithm 2).
+
+w: parameters, d: the weighted mean delta, m: the mask, all three the same elements of the slice a rank owns; the
+server adds. The moments see the unmasked d and the mask scales the step that is taken, unless `mask_moments` asks for
+d to be masked before (then it is not masked again). Rules are elementwise, so a rank keeps the moments of its own
+slice only, and buffers of the model never come here.
+
+Only operations that round each element by itself in one IEEE step are used (no fused multiply-add): an element's bits
+must not depend on where in a slice it lies.
+
+A rule names its moments with their start values and does one step in place. To add one, write it and give it a row in
+`RULES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .errors import unknown
+
+Moments = Mapping[str, Tensor]
+Step = Callable[[Tensor, Tensor, Tensor, Moments, int], None]
+
+
+@dataclass(frozen=True)
+class ServerRule:
+    """`step(w, d, m, moments, t)` moves w and the moments in place in round t = 1, 2, ...; d and m are its to
+    overwrite."""
+
+    moments: Mapping[str, float]
+    step: Step
+
+
+@dataclass(frozen=True)
+class ServerKnobs:
+    """What a rule is made of. b2 and eps are the variant's own where None."""
+
+    lr: float = 1.0
+    momentum: float = 0.0
+    b1: float = 0.9
+    b2: float | None = None
+    eps: float | None = None
+    variant: str = "reddi"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How an adaptive rule starts and whether it corrects for that start."""
+
+    b2: float
+    eps: float
+    corrected: bool
+
+
+VARIANTS = {
+    "reddi": Variant(b2=0.99, eps=1e-3, corrected=False),  # v starts at eps^2; the papers' choice
+    "torch": Variant(b2=0.999, eps=1e-8, corrected=True),  # v starts at 0; what torch.optim and many systems run
+}
+
+
+def sgd(knobs: ServerKnobs) -> ServerRule:
+    """FedAvg: w += lr * m * d. With momentum (FedAvgM): z = momentum * z + d and w += lr * m * z."""
+
+    def step(w: Tensor, d: Tensor, m: Tensor, moments: Moments, t: int) -> None:
+        if knobs.momentum:
+            d = moments["z"].mul_(knobs.momentum).add_(d).clone()
+        d.mul_(m)
+        w.add_(d.mul_(knobs.lr) if knobs.lr != 1 else d)
+
+    return ServerRule({"z": 0.0} if knobs.momentum else {}, step)
+
+
+def adaptive(
+    knobs: ServerKnobs, grow: Callable[[Tensor, Tensor, float], object], first_moment: bool = True
+) -> ServerRule:
+    """w += lr * m * z / (sqrt(v) + eps), where `grow(v, d^2, b2)` moves v, and z is the running mean of d (or d
+    itself)."""
+    variant = VARIANTS[knobs.variant]
+    b1 = knobs.b1 if first_moment else 0.0
+    b2 = variant.b2 if knobs.b2 is None else knobs.b2
+    eps = variant.eps if knobs.eps is None else knobs.eps
+    corrected = variant.corrected and first_moment  # Adagrad's v is a sum: there is nothing to correct
+
+    def step(w: Tensor, d: Tensor, m: Tensor, moments: Moments, t: int) -> None:
+        v = moments["v"]
+        grow(v, d.square(), b2)
+        root = (v / (1 - b2**t) if corrected else v).sqrt().add_(eps)
+        if first_moment:
+            z = moments["z"].mul_(b1).add_(d.mul_(1 - b1))
+            d = z / (1 - b1**t) if corrected else z.clone()
+        w.add_(d.div_(root).mul_(m).mul_(knobs.lr))
+
+    start = {"v": 0.0 if variant.corrected else eps**2}
+    return ServerRule(start | ({"z": 0.0} if first_moment else {}), step)
+
+
+def adam(knobs: ServerKnobs) -> ServerRule:
+    """FedAdam: v = b2 v + (1 - b2) d^2."""
+    return adaptive(knobs, lambda v, square, b2: v.mul_(b2).add_(square.mul_(1 - b2)))
+
+
+def yogi(knobs: ServerKnobs) -> ServerRule:
+    """FedYogi: v = v - (1 - b2) d^2 sign(v - d^2): v follows d^2 by steps of the size of d^2."""
+    return adaptive(knobs, lambda v, square, b2: v.sub_((v - square).sign_().mul_(square).mul_(1 - b2)))
+
+
+def adagrad(knobs: ServerKnobs) -> ServerRule:
+    """FedAdagrad: v = v + d^2, no first moment."""
+    return adaptive(knobs, lambda v, square, b2: v.add_(square), first_moment=False)
+
+
+def masked_moments(rule: ServerRule) -> ServerRule:
+    """The same rule on the masked mean: what disagreed never enters the moments."""
+
+    def step(w: Tensor, d: Tensor, m: Tensor, moments: Moments, t: int) -> None:
+        rule.step(w, d.mul_(m), torch.ones_like(m), moments, t)
+
+    return ServerRule(rule.moments, step)
+
+
+RULES: dict[str, Callable[[ServerKnobs], ServerRule]] = {"sgd": sgd, "adam": adam, "yogi": yogi, "adagrad": adagrad}
+
+
+def make_server(name: str, knobs: ServerKnobs, mask_moments: bool = False) -> ServerRule:
+    """The server rule of that name."""
+    if name not in RULES:
+        raise unknown("server rule", name, RULES)
+    if knobs.variant not in VARIANTS:
+        raise unknown("server variant", knobs.variant, VARIANTS)
+    rule = RULES[name](knobs)
+    return masked_moments(rule) if mask_moments else rule

@@ -1,0 +1,83 @@
+#!/usr/bin/env bash
+# Makes .venv in the root of the checkout and installs fedmpi there, in development mode, with the versions of
+# constraints.txt. Quick when nothing has changed since the last time; repairs what an interrupted run left behind.
+#
+#   bash launch/setup.sh [test|dev]      test: what running and testing needs (the default); dev: ruff and mypy too
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+extra=${1:-test}
+venv=$root/.venv
+unfinished=$root/.venv.unfinished
+
+say() { printf 'setup: %s\n' "$*"; }
+fail() { printf 'setup: %s\n' "$*" >&2; exit 2; }
+
+case $extra in
+    test | dev) ;;
+    *) fail "unknown extra '$extra'; known: dev, test" ;;
+esac
+
+# What the installation depends on: when this changes, it is done again. The path counts because a virtual environment
+# and a development install both hold it.
+fingerprint() {
+    { printf '%s\n' "$root"; cat "$root/setup.py" "$root/constraints.txt" "$root/pyproject.toml"; } | cksum
+}
+
+find_python() {
+    local name
+    for name in python3.11 python3 python3.12 python3.13 python3.10 python; do
+        if "$name" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+            command -v "$name"
+            return
+        fi
+    done
+    local found
+    found=$(python3 --version 2>/dev/null || echo none)
+    fail "needs Python 3.10 or newer and found $found; install one, or put it first in PATH"
+}
+
+make_venv() {
+    local python
+    python=$(find_python)
+    "$python" -c 'import ensurepip, venv' 2>/dev/null ||
+        fail "$python cannot make virtual environments; install its venv package (Debian: apt-get install python3-venv)"
+    say "making .venv with $("$python" --version)"
+    "$python" -m venv --clear "$venv"
+}
+
+# Two set-ups at once would tread on each other: the second waits, and then finds everything done.
+if command -v flock >/dev/null; then
+    exec 9>"$root/.venv.lock"
+    flock 9
+fi
+
+if [[ -e $unfinished ]]; then
+    say "the last set-up was interrupted: starting afresh"
+    rm -rf "$venv"
+fi
+
+print=$(fingerprint)
+if [[ -x $venv/bin/python && $(cat "$venv/fedmpi-$extra.stamp" 2>/dev/null) == "$print" ]]; then
+    say "nothing to do"
+    exit 0
+fi
+
+touch "$unfinished"
+"$venv/bin/python" -m pip --version >/dev/null 2>&1 || make_venv
+say "installing fedmpi[$extra] (minutes the first time: torch is large)"
+# When pip itself gives up (no network, say) what was installed before is whole; only a killed pip leaves pieces behind.
+trap 'exit 130' INT
+trap 'exit 143' TERM
+"$venv/bin/python" -m pip install -qq --disable-pip-version-check -c "$root/constraints.txt" -e "$root[$extra]" || {
+    rm "$unfinished"
+    fail "pip could not install fedmpi[$extra], see above; correct that and start again"
+}
+say "checking that torch starts"
+"$venv/bin/python" -c 'import torch; torch.ones(1).sum()'
+printf '%s\n' "$print" >"$venv/fedmpi-$extra.stamp"
+if [[ $extra == dev ]]; then  # dev holds all of test
+    printf '%s\n' "$print" >"$venv/fedmpi-test.stamp"
+fi
+rm "$unfinished"
+say "done"

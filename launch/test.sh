@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Sets up and runs every check: ruff, mypy, pytest. Arguments go to pytest.
+#
+#   bash launch/test.sh                                     everything
+#   bash launch/test.sh -m "not processes and not launchers"   the fast tests
+#   bash launch/test.sh -k masks
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$root"
+bash launch/setup.sh dev
+
+python=.venv/bin/python
+"$python" -m ruff check .
+"$python" -m mypy
+exec "$python" -m pytest "$@"

@@ -1,0 +1,54 @@
+"""What fedmpi is called, what it needs and what it installs; tool settings are in pyproject.toml."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+
+
+def version() -> str:
+    """The version as written in the package, read without importing it (torch may not be there yet)."""
+    found = re.search(r'^__version__ = "([^"]+)"', (ROOT / "fedmpi" / "__init__.py").read_text(), re.MULTILINE)
+    if found is None:
+        raise RuntimeError('fedmpi/__init__.py has no line __version__ = "..."')
+    return found.group(1)
+
+
+def readme() -> str:
+    """The README, or nothing where only the package was copied."""
+    path = ROOT / "README.md"
+    return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+TEST = ["pytest>=8", "pytest-timeout", "hypothesis", "mpich"]
+DEV = [*TEST, "ruff", "mypy", "types-PyYAML"]
+
+setup(
+    name="fedmpi",
+    version=version(),
+    description="Federated learning on torch.distributed, MPI and Slurm; gradient masked averaging as one collective",
+    long_description=readme(),
+    long_description_content_type="text/markdown",
+    author="The fedmpi authors",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(include=["fedmpi", "fedmpi.*"]),
+    package_data={"fedmpi": ["py.typed", "recipes/*.yaml"]},
+    install_requires=[
+        "torch>=2.4",
+        "torchvision",
+        "mpi4py>=4",
+        "numpy",
+        "submitit",
+        "jsonargparse[signatures]>=4.30",
+        "safetensors",
+        "tensorboard",
+        "tqdm",
+        "matplotlib",
+        "PyYAML",
+    ],
+    extras_require={"test": TEST, "dev": DEV},
+    entry_points={"console_scripts": ["fedmpi = fedmpi.cli:main"]},
+)

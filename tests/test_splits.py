@@ -1,0 +1,265 @@
+"""The laws of partitions, for every row of the table, and what is particular to each."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedmpi.data.splits import SPLITS, Partition, _dirichlet, _most_even, split
+from fedmpi.errors import UserError
+
+TEN = np.arange(6000) % 10
+GOLDEN = {
+    "iid": "2d1a494c5ac24885",
+    "classes": "c7d78343626494bb",
+    "dirichlet": "bb18d55b4e742228",
+    "quantity": "5c0b7d18356b72c5",
+    "natural": "374313afdf525016",
+}
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> dict[str, Any]:
+    """A request for any split, possible or not, over few or many, even or uneven labels."""
+    labels = draw(st.lists(st.integers(0, draw(st.integers(0, 12))), min_size=1, max_size=150))
+    return {
+        "name": draw(st.sampled_from(sorted(SPLITS))),
+        "y": np.array(labels),
+        "clients": draw(st.integers(1, 40)),
+        "seed": draw(st.integers(0, 5)),
+        "classes_per_client": draw(st.integers(1, 4)),
+        "alpha": draw(st.sampled_from([1e-9, 0.05, 1.0, 100.0])),
+        "beta": draw(st.sampled_from([1e-9, 0.5, 5.0])),
+        "noise": draw(st.sampled_from([0.0, 0.1, 0.5])),
+        "owner": np.arange(len(labels)) % draw(st.integers(1, 20)),
+        "min_samples": draw(st.integers(1, 3)),
+    }
+
+
+def made(request: dict[str, Any]) -> Partition | None:
+    """The partition, or None where the request is refused."""
+    try:
+        return split(**request)
+    except UserError:
+        return None
+
+
+@settings(deadline=None, max_examples=400)
+@given(requests())
+def test_every_split_keeps_the_laws(request_: dict[str, Any]) -> None:
+    part = made(request_)
+    if part is None:
+        return
+    assert part.clients == request_["clients"]
+    assert part.offsets.dtype == part.order.dtype == np.int64
+    assert len(np.unique(part.order)) == len(part.order), "a sample is used twice"
+    assert part.order.min() >= 0 and part.order.max() < len(request_["y"])
+    assert part.sizes.min() >= request_["min_samples"]
+    assert part.sizes.sum() == len(part.order)
+    if request_["name"] in ("iid", "dirichlet", "quantity"):
+        assert len(part.order) == len(request_["y"]), "all samples are used"
+    again = split(**request_)
+    assert np.array_equal(part.order, again.order) and np.array_equal(part.offsets, again.offsets)
+
+
+@settings(deadline=None, max_examples=200)
+@given(requests())
+def test_a_request_is_refused_only_where_it_must_be(request_: dict[str, Any]) -> None:
+    y, clients, least, name = (request_[key] for key in ("y", "clients", "min_samples", "name"))
+    if name in ("iid", "dirichlet", "quantity"):
+        possible = clients * least <= len(y)
+    elif name == "natural":
+        possible = int((np.bincount(request_["owner"]) >= least).sum()) >= clients
+    else:
+        request_ |= {"noise": 0.0, "min_samples": 1}
+        counts = np.bincount(y)[np.bincount(y) > 0]
+        k = request_["classes_per_client"]
+        possible = k <= len(counts) and np.minimum(counts, clients).sum() >= clients * k
+    assert (made(request_) is not None) == possible
+
+
+@pytest.mark.parametrize("name", sorted(SPLITS))
+def test_another_seed_gives_another_partition(name: str) -> None:
+    owner = np.arange(6000) // 100
+    a, b = (split(name, TEN, 30, seed, owner=owner) for seed in (0, 1))
+    assert not np.array_equal(a.order, b.order)
+
+
+def test_partitions_stay_as_they_are() -> None:
+    digests = {
+        name: split(name, TEN, 30, 7, noise=0.1, owner=np.arange(6000) // 100).manifest(TEN, 10)["sha256"][:16]
+        for name in SPLITS
+    }
+    assert digests == GOLDEN, "a changed digest changes published results: say so in the CHANGELOG"
+
+
+def test_iid_is_even_and_mixed() -> None:
+    part = split("iid", TEN, 7, 0)
+    assert part.sizes.max() - part.sizes.min() == 1  # 6000 = 7 * 857 + 1
+    assert part.histogram(TEN, 10).min() > 50  # 86 expected
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(1, 60), st.integers(1, 10), st.integers(0, 9))
+def test_classes_gives_each_client_exactly_k_and_each_class_its_turn(clients: int, k: int, seed: int) -> None:
+    part = split("classes", TEN, clients, seed, classes_per_client=k)
+    held = part.histogram(TEN, 10) > 0
+    assert (held.sum(axis=1) == k).all()
+    holders = held.sum(axis=0)
+    assert holders.max() - holders.min() <= 1
+    if clients * k >= 10:
+        assert holders.min() >= 1
+        assert len(part.order) == len(TEN)
+    if clients * k % 10 == 0:
+        assert part.sizes.max() - part.sizes.min() <= k
+
+
+def test_classes_mixes_the_combinations() -> None:
+    held = split("classes", TEN, 900, 0).histogram(TEN, 10) > 0
+    pairs, counts = np.unique(held, axis=0, return_counts=True)
+    assert len(pairs) == 45  # all of them
+    assert counts.max() < 45  # 20 each expected, deviation 4.4
+
+
+def test_classes_spares_a_rare_class() -> None:
+    y = np.array([0] * 500 + [1] * 500 + [2] * 3)
+    held = split("classes", y, 30, 0).histogram(y, 3) > 0
+    assert (held.sum(axis=1) == 2).all()
+    assert 1 <= held[:, 2].sum() <= 3
+
+
+def test_noise_is_a_share_from_the_other_classes() -> None:
+    y = np.arange(60_000) % 10
+    clean, noisy = (split("classes", y, 100, 3, noise=noise).histogram(y, 10) for noise in (0.0, 0.1))
+    other = 1 - np.sort(noisy, axis=1)[:, -2:].sum(axis=1) / noisy.sum(axis=1)
+    assert np.abs(other - 0.1).max() < 0.005
+    assert noisy.sum() >= 0.999 * len(y)
+    assert ((clean > 0) == (noisy > 200)).all(), "the classes held do not depend on the noise"
+
+
+def entropy_share(alpha: float) -> float:
+    """The mean entropy of a client's labels, as a share of the largest possible."""
+    y = np.arange(60_000) % 10
+    h = split("dirichlet", y, 100, 0, alpha=alpha).histogram(y, 10)
+    p = h / h.sum(axis=1, keepdims=True)
+    return float(-(p * np.log(np.where(p > 0, p, 1))).sum(axis=1).mean() / np.log(10))
+
+
+def test_dirichlet_is_skewed_for_small_alpha_and_even_for_large() -> None:
+    shares = [entropy_share(alpha) for alpha in (0.05, 0.5, 5.0, 100.0)]
+    assert shares == sorted(shares)
+    assert shares[0] < 0.35
+    assert shares[-1] > 0.99
+
+
+def test_dirichlet_shares_have_the_right_spread() -> None:
+    rng = np.random.default_rng(0)
+    for alpha, parts in ((0.1, 20), (1.0, 20), (10.0, 5)):
+        shares = np.stack([_dirichlet(alpha, parts, rng) for _ in range(4000)])
+        assert np.allclose(shares.sum(axis=1), 1)
+        variance = (1 / parts) * (1 - 1 / parts) / (parts * alpha + 1)  # of a symmetric Dirichlet
+        assert shares.var() == pytest.approx(variance, rel=0.05)
+
+
+def test_dirichlet_repair_takes_from_the_largest_only() -> None:
+    y = np.zeros(1000, dtype=np.int64)
+    bare = split("dirichlet", y, 50, 0, alpha=0.05).sizes  # min_samples = 1
+    full = split("dirichlet", y, 50, 0, alpha=0.05, min_samples=5).sizes
+    assert full.min() == 5 and full.sum() == 1000
+    lowered = full < bare
+    assert lowered.any()
+    assert bare[lowered].min() >= full[~lowered].max() - 1, "only clients above the common level gave"
+
+
+def test_quantity_has_uneven_sizes_and_even_labels() -> None:
+    y = np.arange(60_000) % 10
+    part = split("quantity", y, 100, 0, beta=0.5)
+    assert part.sizes.max() > 5 * np.median(part.sizes)
+    assert part.sizes.std() / part.sizes.mean() == pytest.approx(1.4, abs=0.4)  # sqrt(1 / beta) = 1.41
+    big = part.histogram(y, 10)[np.argmax(part.sizes)]
+    assert big.max() < 1.3 * big.min()
+
+
+def test_natural_is_one_owner_each() -> None:
+    owner = np.random.default_rng(0).integers(0, 40, 6000)
+    whole = split("natural", TEN, 40, 0, owner=owner)
+    assert all((owner[whole.of(cid)] == cid).all() for cid in range(40))
+    assert len(whole.order) == 6000
+    some = split("natural", TEN, 7, 0, owner=owner)
+    owners = [np.unique(owner[some.of(cid)]) for cid in range(7)]
+    assert all(len(o) == 1 for o in owners)
+    assert (some.sizes == np.bincount(owner)[np.concatenate(owners)]).all()
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        ({"name": "idd"}, "unknown split 'idd'; did you mean 'iid'"),
+        ({"clients": 0}, "0 clients"),
+        ({"clients": 6001}, "only 6000 samples"),
+        ({"clients": 3001, "min_samples": 2}, "only 6000 samples"),
+        ({"seed": -1}, "seed = -1"),
+        ({"y": np.zeros(5)}, "whole numbers"),
+        ({"y": np.array([0, -1])}, "whole numbers"),
+        ({"name": "classes", "classes_per_client": 11}, "use 1 to 10"),
+        ({"name": "classes", "classes_per_client": 0}, "use 1 to 10"),
+        ({"name": "classes", "clients": 6000}, "fewer clients or fewer classes_per_client"),
+        ({"name": "classes", "noise": 1.0}, "noise = 1.0"),
+        ({"name": "classes", "noise": -0.1}, "noise = -0.1"),
+        ({"name": "classes", "noise": 0.1, "classes_per_client": 10}, "which are all"),
+        ({"name": "classes", "clients": 7, "min_samples": 857}, "fewer than min_samples = 857"),
+        ({"name": "dirichlet", "alpha": 0.0}, "alpha = 0.0"),
+        ({"name": "dirichlet", "alpha": float("nan")}, "alpha = nan"),
+        ({"name": "quantity", "beta": -1.0}, "beta = -1.0"),
+        ({"name": "natural"}, "knows who wrote"),
+        ({"name": "natural", "owner": np.arange(6000) % 4}, "4 owners"),
+        ({"name": "natural", "owner": np.zeros(3, dtype=int)}, "for 6000 labels"),
+    ],
+)
+def test_impossible_requests_are_refused_in_a_sentence(request_: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        split(**({"name": "iid", "y": TEN, "clients": 10, "seed": 0} | request_))
+
+
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=20), st.data())
+def test_most_even_fills_to_a_level(caps: list[int], data: st.DataObject) -> None:
+    total = data.draw(st.integers(0, sum(caps)))
+    parts = _most_even(np.array(caps), total)
+    assert parts.sum() == total
+    assert (parts <= caps).all() and (parts >= 0).all()
+    below_cap = parts < caps
+    if below_cap.any():
+        assert parts.max() <= parts[below_cap].min() + 1, "nobody is far above one who could take more"
+
+
+def test_a_partition_by_hand() -> None:
+    part = Partition(np.array([0, 2, 3]), np.array([4, 0, 2]))
+    assert (part.clients, part.sizes.tolist(), part.of(0).tolist(), part.of(1).tolist()) == (2, [2, 1], [4, 0], [2])
+    assert np.shares_memory(part.of(1), part.order)
+    account = part.manifest(torch.tensor([1, 0, 1, 0, 0]), 2, name="by hand", seed=3)
+    content = b"".join(v.to_bytes(8, "little") for v in (0, 2, 3, 4, 0, 2))
+    assert json.loads(json.dumps(account)) == {
+        "name": "by hand",
+        "seed": 3,
+        "clients": 2,
+        "samples": 3,
+        "sha256": hashlib.sha256(content).hexdigest(),
+        "histogram": [[1, 1], [0, 1]],
+    }
+    with pytest.raises(UserError, match="clients are 0 to 1"):
+        part.of(2)
+    with pytest.raises(UserError, match="must rise"):
+        Partition(np.array([0, 2]), np.array([1]))
+
+
+def test_labels_with_gaps_and_tensors_are_welcome() -> None:
+    y = torch.tensor([3, 3, 9, 9, 3, 9])
+    held = split("classes", y, 2, 0, classes_per_client=1).histogram(y, 10) > 0
+    assert held.sum() == 2 and held[:, [3, 9]].sum() == 2
