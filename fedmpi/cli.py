@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import os
 import re
+import reprlib
 import sys
+import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import __version__
 from .errors import RunError, UserError, unknown
@@ -70,6 +73,8 @@ def train(arguments: list[str]) -> int:
     except UserError as error:  # the same on every rank: said once
         if place.rank == 0:
             complain(str(error))
+        else:
+            time.sleep(1)  # a launcher ends all ranks when the first one leaves: let rank 0 speak
         return 2
     return on_this_rank(prepared, place)
 
@@ -97,6 +102,7 @@ def on_this_rank(prepared: Prepared, place: Place) -> int:
     except UserError as error:  # raised on every rank alike
         if comm.rank == 0:
             complain(str(error))
+        comm.barrier()
         comm.close()
         return 2
     except RunError as error:
@@ -117,7 +123,6 @@ def on_this_rank(prepared: Prepared, place: Place) -> int:
 def parse(arguments: list[str]) -> Config:
     """The configuration of a command line: YAML files first, then the options in their order."""
     import argparse
-    import dataclasses
 
     import jsonargparse
 
@@ -127,12 +132,10 @@ def parse(arguments: list[str]) -> Config:
     parser = jsonargparse.ArgumentParser(
         prog="fedmpi train", description=train_help(), exit_on_error=False, allow_abbrev=False
     )
-    parser.add_argument(
-        "--config", action="config", help="YAML file, or the name of a bundled recipe"
-    )
+    parser.add_argument("--config", action="config", help="YAML file, or the name of a bundled recipe")
     parser.add_class_arguments(Config, as_group=False)
     try:
-        values = parser.instantiate(parser.parse_args(with_recipes(arguments)))
+        values = parser.instantiate(parser.parse_args(files_first(without_aliases(arguments))))
     except argparse.ArgumentError as error:
         known = [option for action in parser._actions for option in action.option_strings]
         raise UserError(sentence(str(error), known)) from None
@@ -143,30 +146,88 @@ def train_help() -> str:
     return "Train a model by federated learning. null means: chosen by the algorithm or by the machine."
 
 
+def without_aliases(arguments: list[str]) -> list[str]:
+    """The arguments with --log_to as --log: torchrun refuses --log, which it takes for a short form of its own --log-dir."""
+    return [re.sub("^--log_to(?==|$)", "--log", word) for word in arguments]
+
+
 def recipes() -> dict[str, Path]:
     """The bundled recipes by name."""
     folder = Path(str(resources.files("fedmpi") / "recipes"))
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
-def with_recipes(arguments: list[str]) -> list[str]:
-    """The arguments with the name of a bundled recipe after --config replaced by its path."""
-    out = list(arguments)
-    for i, word in enumerate(out):
+def files_first(arguments: list[str]) -> list[str]:
+    """The arguments with every --config in front, by its path: an option overrides a file wherever it stands."""
+    files, options = [], []
+    words = iter(arguments)
+    for word in words:
         option, equals, name = word.partition("=")
-        if option != "--config":
-            continue
-        if not equals:
-            name = out[i + 1] if i + 1 < len(out) else ""
-        if not name or Path(name).exists():
-            continue
-        if name not in recipes():
-            near = difflib.get_close_matches(name, recipes(), n=1)
-            hint = f"did you mean '{near[0]}'? " if near else ""
-            raise UserError(f"--config '{name}' is neither a file nor a recipe; {hint}recipes: {', '.join(recipes())}")
-        path = str(recipes()[name])
-        out[i : i + 1 + (not equals)] = [f"--config={path}"] if equals else [option, path]
+        given = None
+        if option == "--config":
+            given = name if equals else next(words, None)
+        if given is None:
+            options.append(word)
+        else:
+            files.append(f"--config={find_file(given)}")
+    return files + options
+
+
+def find_file(name: str) -> Path:
+    """The file of that name, or else the bundled recipe; checked."""
+    path = Path(name)
+    if name in recipes() and not path.is_file():
+        path = recipes()[name]
+    elif not path.exists():
+        near = difflib.get_close_matches(name, recipes(), n=1)
+        hint = f"did you mean '{near[0]}'? " if near else ""
+        raise UserError(f"--config '{name}' is neither a file nor a recipe; {hint}recipes: {', '.join(recipes())}")
+    check_file(path)
+    return path
+
+
+def check_file(path: Path) -> None:
+    """Refuse a YAML file that cannot be read or that names what is no knob; values are left to the parser."""
+    import yaml
+
+    from .config import Config
+
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        why = " ".join(str(error).split())
+        raise UserError(f"--config {path} cannot be read as YAML ({why}); correct it or give another file") from None
+    check_keys(f"--config {path}", tree, knobs(Config()))
+
+
+def check_keys(where: str, tree: Any, known: dict[str, Any], prefix: str = "") -> None:
+    """Refuse a part of a YAML file that is no mapping, or one of its keys that is not known."""
+    if not isinstance(tree, dict):
+        part = f"'{prefix[:-1]}' in {where}" if prefix else where
+        holds = "nothing" if tree is None else reprlib.repr(tree)
+        raise UserError(f"{part} holds {holds}; it must hold options with their values, one a line: 'name: value'")
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if name not in known:
+            raise UserError(unknown_option(name, known, where=f" in {where}"))
+        if dataclasses.is_dataclass(known[name]):
+            check_keys(where, value, known, f"{name}.")
+
+
+def knobs(part: Any, prefix: str = "") -> dict[str, Any]:
+    """Every knob of a dataclass of the configuration by its dotted name, and the groups among them."""
+    out: dict[str, Any] = {}
+    for field in dataclasses.fields(part):
+        name, value = f"{prefix}{field.name}", getattr(part, field.name)
+        out |= {name: value} | (knobs(value, f"{name}.") if dataclasses.is_dataclass(value) else {})
     return out
+
+
+def unknown_option(given: str, known: Iterable[str], where: str = "") -> str:
+    """The sentence for an option that there is not: what it may be short for, or the nearest one."""
+    near = [k for k in known if k.startswith(given)] or difflib.get_close_matches(given, known, n=1)
+    hint = f"did you mean '{near[0]}'?" if near else "'fedmpi train --help' lists what there is"
+    return f"unknown option '{given}'{where}; {hint}"
 
 
 def sentence(text: str, known: list[str]) -> str:
@@ -179,9 +240,7 @@ def sentence(text: str, known: list[str]) -> str:
         return f"--{key[1]} is '{value[1]}'; it must be {valid}"
     stray = re.search(r"unrecognized arguments: (\S+)", text)
     if stray:
-        near = difflib.get_close_matches(stray[1].partition("=")[0], known, n=1)
-        hint = f"did you mean '{near[0]}'?" if near else "'fedmpi train --help' lists what there is"
-        return f"unknown option '{stray[1]}'; {hint}"
+        return unknown_option(stray[1].partition("=")[0], known)
     return " ".join(text.split())
 
 

@@ -40,6 +40,14 @@ def table(folders: list[Path]) -> str:
 def row(folder: Path) -> tuple[str, ...]:
     """One run as the cells of a row."""
     cfg, rounds = read(folder)
+    try:
+        return cells(folder, cfg, rounds)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise UserError(f"'{folder}' holds files that are no run of fedmpi ({error!r}); give another folder") from None
+
+
+def cells(folder: Path, cfg: dict[str, Any], rounds: list[dict[str, Any]]) -> tuple[str, ...]:
+    """What a run was and how well it did, in the order of `COLUMNS`."""
     tested = [r for r in rounds if r["test_accuracy"] is not None]
     best = max((r["test_accuracy"] for r in tested), default=None)
     last = tested[-1] if tested else {"test_accuracy": None, "test_loss": None}
@@ -67,8 +75,9 @@ def read(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         rounds = [json.loads(line) for line in lines]
     except (OSError, ValueError, yaml.YAMLError) as error:
+        why = " ".join(str(error).split())
         raise UserError(
-            f"'{folder}' is no run folder that can be read ({error}); give the --out of a training run"
+            f"'{folder}' is no run folder that can be read ({why}); give the --out of a training run"
         ) from None
     if not rounds:
         raise UserError(f"'{folder}' has no finished round yet; wait for the first")

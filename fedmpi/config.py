@@ -131,7 +131,7 @@ class Config:
     deterministic: bool = True
     """repeatable kernels on a GPU (a CPU is repeatable anyway)"""
     log: str = "tensorboard"
-    """sinks beside metrics.jsonl: tensorboard or none"""
+    """sinks beside metrics.jsonl: tensorboard or none. Under torchrun write --log_to: it takes --log for its own"""
     local: Local = field(default_factory=Local)
     server: Server = field(default_factory=Server)
     skew: Skew = field(default_factory=Skew)
@@ -155,8 +155,12 @@ def check_bounds(part: Any, prefix: str) -> None:
         value = getattr(part, f.name)
         if dataclasses.is_dataclass(value):
             check_bounds(value, f"{prefix}{f.name}.")
+        elif value is None and "None" not in str(f.type):
+            raise UserError(f"--{prefix}{f.name} is null; it must have a value, and {f.default} is the default")
         elif "low" in f.metadata and value is not None:
             low, high, open_low = f.metadata["low"], f.metadata["high"], f.metadata["open_low"]
+            if abs(value) == math.inf:
+                raise UserError(f"--{prefix}{f.name} is {value}; it must be a finite number")
             if not low <= value <= high or (open_low and value == low):
                 raise UserError(f"--{prefix}{f.name} is {value}; it must be {interval(low, high, open_low)}")
 

@@ -59,7 +59,7 @@ def layout_of(model: nn.Module, channels_last: bool = False) -> Layout:
     buffers = dict(model.named_buffers())
     trained = {k: p for k, p in params.items() if p.requires_grad}
     rest = {k: p for k, p in params.items() if not p.requires_grad}
-    rest |= {k: b for k, b in buffers.items() if b.is_floating_point()}
+    rest |= {k: b for k, b in buffers.items() if b.is_floating_point() or b.is_complex()}
     spans, at = [], 0
     for name, tensor in (trained | rest).items():
         if tensor.dtype != torch.float32:

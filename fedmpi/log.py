@@ -50,7 +50,7 @@ class TensorBoard:
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(str(folder / "tensorboard"))
+        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=0)  # hides what an unfinished run left
 
     def write(self, record: dict[str, Any]) -> None:
         for name, value in record.items():
@@ -80,6 +80,7 @@ def record(report: Report) -> dict[str, Any]:
     fields = asdict(report)
     fields["dropped_clients"] = list(fields.pop("dropped"))
     fields["dropped"] = len(fields["dropped_clients"])
+    fields["seconds"].setdefault("eval", 0.0)
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
 
 

@@ -64,11 +64,15 @@ class ModelJob:
 
     def grad(self, x_P: Tensor, batch: Tensor) -> Tensor:
         """The gradient of the batch's mean loss at x_P."""
-        if x_P.data_ptr() != self.x_P.data_ptr():
+        elsewhere = x_P.data_ptr() != self.x_P.data_ptr()
+        kept_P = self.x_P.clone() if elsewhere else self.x_P
+        if elsewhere:
             self.x_P.copy_(x_P)
         self.task.grad_P.zero_()
         loss = F.cross_entropy(self.task.model(self.task.images(self.task.x[batch])), self.task.y[batch])
         torch.autograd.backward(loss)
+        if elsewhere:
+            self.x_P.copy_(kept_P)  # what the client has trained so far
         self.loss_sum.add_(loss.detach() * len(batch))
         self.seen += len(batch)
         return self.task.grad_P

@@ -50,8 +50,8 @@ def import_world(place: Place) -> MPI.Comm:
 
 
 def connect_mpi(place: Place, timeout: float) -> Comm:
-    """This rank's end of MPI's world."""
-    return MpiComm(import_world(place), timeout)
+    """This rank's end of MPI's world; closing it ends MPI."""
+    return MpiComm(import_world(place), timeout, ends_mpi=True)
 
 
 def host_view(x: Tensor) -> Tensor:
@@ -78,11 +78,11 @@ class MpiComm(Comm):
 
     name = "mpi"
 
-    def __init__(self, world: MPI.Comm, timeout: float) -> None:
+    def __init__(self, world: MPI.Comm, timeout: float, ends_mpi: bool = False) -> None:
         self.MPI = import_mpi()
         self.world, self.line = world, world.Dup()  # roll calls on the first, verbs on the second: never mixed up
         super().__init__(world.Get_rank(), world.Get_size())
-        self.timeout = timeout
+        self.timeout, self.ends_mpi = timeout, ends_mpi
 
     def finish(self, requests: list[MPI.Request]) -> None:
         """Return when all requests are done; after the timeout, raise with the ranks that are missing."""
@@ -138,8 +138,11 @@ class MpiComm(Comm):
     def abort(self, code: int = 1) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
+        time.sleep(1)  # mpiexec drops what it has not passed on yet
         self.world.Abort(code)
         raise SystemExit(code)
 
     def close(self) -> None:
         self.line.Free()
+        if self.ends_mpi:  # else mpi4py takes a later exit code that is not 0 for a crash and aborts the job
+            self.MPI.Finalize()

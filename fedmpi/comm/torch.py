@@ -27,7 +27,7 @@ from ..env import Place, rendezvous
 from ..errors import RunError, UserError
 from .base import Comm, Pending
 
-ROLL_CALL_SECONDS = 10.0
+ROLL_CALL_SECONDS = 5.0
 
 
 class Works:
@@ -71,11 +71,12 @@ class TorchComm(Comm):
         try:
             call()
         except RuntimeError as error:
-            waited = time.monotonic() - started
-            raise RunError(f"{self.roll_call()} (after {waited:.1f} s: {first_line(error)})") from error
+            hung = time.monotonic() - started >= self.timeout
+            why = f"hung for longer than the timeout of {self.timeout:g} s" if hung else "dead, or cut off at work"
+            raise RunError(f"{self.roll_call()}: {why} ({first_line(error)})") from error
 
     def roll_call(self) -> str:
-        """A sentence naming the ranks that do not sign in at the store any more."""
+        """Words that name the ranks that do not sign in at the store any more."""
         try:
             self.store.set(f"here/{self.rank}", str(self.calls))
             deadline = time.monotonic() + ROLL_CALL_SECONDS
@@ -84,11 +85,10 @@ class TorchComm(Comm):
                 time.sleep(0.1)
                 missing = [r for r in missing if not self.store.check([f"here/{r}"])]
         except RuntimeError:
-            return f"a rank of {self.size} is gone, and the rendezvous (at rank 0 or the launcher) with it"
+            return f"rank 0 of {self.size} or the launcher, where the ranks meet, did not answer"
         if not missing:
-            return f"the connection between the {self.size} ranks broke, yet all of them are alive"
-        which = "rank " + ", ".join(map(str, missing))
-        return f"{which} of {self.size} did not answer: dead, or hung for longer than the timeout of {self.timeout:g} s"
+            return f"the {self.size} ranks lost each other, yet every one of them answers"
+        return f"rank {', '.join(map(str, missing))} of {self.size} did not answer"
 
     def _exchange(self, send: Sequence[Tensor], recv: Sequence[Tensor]) -> Pending:
         ops: list[dist.P2POp] = []

@@ -32,9 +32,7 @@ class Arrays:
     test_y: Tensor
     mean: tuple[float, ...]  # one a channel, of x / 255
     std: tuple[float, ...]
-    owner: Tensor | None = (
-        None  # int64 [n]: the natural client (writer) of each train sample, 0 .. k - 1, none of them empty
-    )
+    owner: Tensor | None = None  # int64 [n]: the natural client (writer) of each train sample, 0 .. k - 1, none empty
 
     def __post_init__(self) -> None:
         if self.classes < 1:

@@ -1,0 +1,68 @@
+"""What the tests share: components that may be absent, and gloo ranks as processes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch
+
+REPO = Path(__file__).parent.parent
+BIN = Path(sys.executable).parent
+
+hypothesis.settings.register_profile("fedmpi", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("fedmpi")
+torch.set_num_threads(1)
+
+
+def need(component: str, present: bool, reason: str) -> None:
+    """Skip where a component is absent; fail where FEDMPI_REQUIRE says that it must be there."""
+    if present:
+        return
+    if component in os.environ.get("FEDMPI_REQUIRE", "").split(","):
+        pytest.fail(f"FEDMPI_REQUIRE asks for {component}, but {reason}")
+    pytest.skip(reason)
+
+
+@pytest.fixture
+def mpiexec() -> list[str]:
+    """The command that starts MPI ranks with this Python: mpiexec of the environment, else of the system."""
+    path = BIN / "mpiexec" if (BIN / "mpiexec").exists() else shutil.which("mpiexec")
+    need("mpi", path is not None, "mpiexec was not found: pip install mpich")
+    return [str(path)]
+
+
+def rank_environment() -> dict[str, str]:
+    """The environment for ranks that a test launches: without this process's own launch variables, with one thread."""
+    ours = {k: v for k, v in os.environ.items() if not k.startswith(("PMI_", "OMPI_", "SLURM_", "TORCHELASTIC_"))}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        ours.pop(name, None)
+    return ours | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{REPO}{os.pathsep}{REPO / 'tests'}"}
+
+
+def _gloo_rank(rank: int, size: int, rendezvous: str, timeout: float, work: Callable[..., None], args: tuple) -> None:
+    from torch.distributed import FileStore
+
+    from fedmpi.comm.torch import TorchComm
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    comm = TorchComm(FileStore(rendezvous, size), rank, size, torch.device("cpu"), timeout)
+    work(comm, *args)
+    comm.close()
+
+
+@pytest.fixture
+def gloo(tmp_path: Path) -> Callable[..., None]:
+    """`gloo(size, work, *args)` runs work(comm, *args) in that many processes; a failing rank's traceback is raised."""
+
+    def run(size: int, work: Callable[..., None], *args: object, timeout: float = 60.0) -> None:
+        meeting = str(tmp_path / f"meeting-{size}")
+        torch.multiprocessing.spawn(_gloo_rank, (size, meeting, timeout, work, args), nprocs=size)
+
+    return run

@@ -1,0 +1,162 @@
+"""One contract over every transport, and what happens when a rank is gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import rank_environment
+from contract import check_contract
+
+from fedmpi.comm import Comm, SoloComm, pick
+from fedmpi.comm.mpi import host_view
+from fedmpi.comm.threads import run_threads
+from fedmpi.env import Place
+from fedmpi.errors import RunError, UserError
+
+HERE = Path(__file__).parent
+
+
+def test_contract_alone() -> None:
+    check_contract(SoloComm())
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_contract_over_threads(size: int) -> None:
+    run_threads(size, check_contract)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("size", [2, 3])
+def test_contract_over_gloo(size: int, gloo: Callable[..., None]) -> None:
+    gloo(size, check_contract)
+
+
+@pytest.mark.launchers
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_contract_over_mpi(size: int, mpiexec: list[str]) -> None:
+    command = [*mpiexec, "-n", str(size), sys.executable, "-m", "mpi4py", str(HERE / "contract.py")]
+    done = subprocess.run(command, env=rank_environment(), capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("kept the contract") == size
+
+
+def hang(comm: Comm, culprit: int) -> None:
+    comm.barrier()
+    if comm.rank == culprit:
+        time.sleep(8)  # alive, but takes no part
+        return
+    with pytest.raises(RunError, match=rf"rank {culprit} of {comm.size} did not answer: hung .* the timeout of 2 s"):
+        comm.exchange(list(torch.zeros(comm.size, 1000)), list(torch.zeros(comm.size, 1000))).wait()
+
+
+def die(comm: Comm, culprit: int) -> None:
+    comm.barrier()
+    if comm.rank == culprit:
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(RunError, match=rf"rank {culprit} of {comm.size} did not answer: dead"):
+        comm.sum(torch.zeros(3_000_000))
+    assert time.monotonic() - started < 45, "a death is noticed by the closed connection, not by the timeout of 60 s"
+
+
+@pytest.mark.processes
+def test_gloo_names_the_rank_that_hangs(gloo: Callable[..., None]) -> None:
+    gloo(3, hang, 1, timeout=2.0)
+
+
+@pytest.mark.processes
+def test_gloo_names_the_rank_that_died(tmp_path: Path) -> None:
+    # Not through the fixture: spawn ends the survivors as soon as one process dies, before they can tell.
+    context = torch.multiprocessing.get_context("spawn")
+    from conftest import _gloo_rank
+
+    meeting = str(tmp_path / "meeting")
+    ranks = [context.Process(target=_gloo_rank, args=(r, 3, meeting, 60.0, die, (2,))) for r in range(3)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(90)
+    assert [process.exitcode for process in ranks] == [0, 0, -signal.SIGKILL]
+
+
+HANG_MPI = """
+import sys, time, torch
+from mpi4py import MPI
+from fedmpi.comm.mpi import MpiComm
+comm = MpiComm(MPI.COMM_WORLD, timeout=2.0)
+comm.barrier()
+if comm.rank == 1:
+    time.sleep(30)
+try:
+    comm.sum(torch.zeros(10))
+except Exception as error:
+    print(f"rank {comm.rank}: {error}", flush=True)
+    comm.abort(1)
+"""
+
+
+@pytest.mark.launchers
+def test_mpi_names_the_rank_that_hangs_and_ends_the_job(mpiexec: list[str]) -> None:
+    command = [*mpiexec, "-n", "3", sys.executable, "-c", HANG_MPI]
+    done = subprocess.run(command, env=rank_environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    for rank in (0, 2):
+        assert f"rank {rank}: rank 1 of 3 did not answer: hung for longer than the timeout of 2 s" in done.stdout
+
+
+def test_threads_name_the_missing_rank() -> None:
+    def work(comm: Comm) -> None:
+        if comm.rank != 1:
+            comm.exchange(list(torch.zeros(3, 2)), list(torch.zeros(3, 2))).wait()
+
+    with pytest.raises(RunError, match=r"no answer from ranks \[1\]"):
+        run_threads(3, work, timeout=0.2)
+
+
+def test_an_abort_reaches_the_other_threads() -> None:
+    def work(comm: Comm) -> None:
+        if comm.rank == 1:
+            comm.abort(3)
+        comm.barrier()
+
+    with pytest.raises(RunError, match="not every rank came"):
+        run_threads(2, work, timeout=5)
+
+
+def test_mpi_sends_a_tensor_from_where_it_lies() -> None:
+    x = torch.arange(6.0)
+    assert host_view(x).numpy().ctypes.data == x.data_ptr()
+    strided = torch.arange(6.0)[::2]
+    assert host_view(strided).is_contiguous() and torch.equal(host_view(strided), strided)
+    with pytest.raises(UserError, match="bfloat16 cannot travel over MPI"):
+        host_view(x.bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("which", "launcher", "size", "chosen"),
+    [
+        ("auto", "alone", 1, "solo"),
+        ("auto", "torchrun", 4, "torch"),
+        ("auto", "mpi", 4, "mpi"),
+        ("torch", "mpi", 4, "torch"),
+        ("auto", "srun", 2, "torch"),
+        ("mpi", "srun", 2, "mpi"),
+        ("mpi", "alone", 1, "mpi"),
+        ("torch", "alone", 1, "solo"),
+    ],
+)
+def test_the_transport_follows_the_launcher(which: str, launcher: str, size: int, chosen: str) -> None:
+    assert pick(which, Place(launcher, 0, size, 0, size)) == chosen
+
+
+def test_an_unknown_transport_is_refused_with_the_nearest_match() -> None:
+    with pytest.raises(UserError, match="did you mean 'torch'"):
+        pick("torhc", Place("alone", 0, 1, 0, 1))

@@ -1,0 +1,222 @@
+"""The collective against a plain centralised reference: any number of ranks, any placement, good clients and bad."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fedmpi import reduce
+from fedmpi.comm import Comm
+from fedmpi.comm.threads import run_threads
+from fedmpi.reduce import Reducer, pieces
+from fedmpi.tally import FRACTION_BITS, SUMS, Tally, Unusable
+
+
+@dataclass(frozen=True)
+class Case:
+    """Clients with their deltas and weights, and the rank that hosts each."""
+
+    deltas: np.ndarray  # float32 [clients, length]
+    weights: list[int]
+    ranks: list[int]
+    size: int
+
+    @property
+    def usable(self) -> list[int]:
+        limit = 2.0**17  # that of exact; the float range is wider, and no case lies in between
+        return [i for i, d in enumerate(self.deltas) if np.isfinite(d).all() and (abs(d) < limit).all()]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    mean: Tensor
+    votes: Tensor
+    received: list[int]
+
+
+def collective(case: Case, how: str, send_votes: bool = True) -> Outcome | None:
+    """The collective over threads, put together from every rank's slice; None where no client was usable."""
+    clients, length = case.deltas.shape
+    padded = -(-length // case.size) * case.size
+
+    def work(comm: Comm) -> tuple[list[Tensor], list[Tensor], int] | None:
+        tally = Tally(padded, clients, how)
+        tally.clear(sum(case.weights))
+        for i in range(clients):
+            if case.ranks[i] == comm.rank:
+                delta = torch.zeros(padded)
+                delta[:length] = torch.from_numpy(case.deltas[i])
+                try:
+                    tally.add(delta, case.weights[i])
+                except Unusable:
+                    continue
+        weight = torch.tensor([tally.weight])
+        comm.sum(weight)
+        if not weight.item():
+            return None
+        before = comm.received
+        parts = list(Reducer(comm, tally, length).reduce(tally, int(weight), send_votes))
+        stops = [p.stop for p in parts]
+        assert [p.start for p in parts] == [comm.rank * padded // comm.size, *stops[:-1]], "pieces follow each other"
+        return [p.mean for p in parts], [p.votes for p in parts], comm.received - before
+
+    results = run_threads(case.size, work)
+    if results[0] is None:
+        assert all(r is None for r in results)
+        return None
+    mean, votes = (torch.cat([t for r in results for t in r[k]])[:length] for k in (0, 1))
+    return Outcome(mean, votes, [r[2] for r in results])
+
+
+def reference(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and votes of the usable clients, all in one place."""
+    deltas = case.deltas[case.usable].astype(np.float64)
+    weights = np.array([case.weights[i] for i in case.usable], dtype=np.float64)
+    return (weights[:, None] * deltas).sum(0) / weights.sum(), np.sign(deltas).sum(0)
+
+
+ELEMENTS = st.one_of(
+    st.just(0.0),
+    st.floats(-1, 1, width=32),
+    st.floats(-(2.0**-66), 2.0**-66, width=32),
+    st.floats(-1e5, 1e5, width=32),
+)
+BAD = st.sampled_from([np.nan, np.inf, -np.inf, 1e38, 200_000.0])
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    size = draw(st.integers(1, 8))
+    clients = draw(st.one_of(st.integers(1, 12), st.sampled_from([127, 128])))
+    length = draw(st.integers(1, 40))
+    few = draw(st.lists(st.lists(ELEMENTS, min_size=length, max_size=length), min_size=1, max_size=4))
+    deltas = np.array([few[i % len(few)] for i in range(clients)], dtype=np.float32)
+    deltas *= np.where(np.arange(clients) % 3 == 1, -1, 1)[:, None].astype(np.float32)
+    for i in draw(st.lists(st.integers(0, clients - 1), max_size=3)):
+        deltas[i, draw(st.integers(0, length - 1))] = draw(BAD)
+    weights = [1 + (7 * i) % draw(st.sampled_from([1, 5, 900])) for i in range(clients)]
+    busy = draw(st.integers(1, size))  # ranks beyond this host nobody
+    return Case(deltas, weights, [(5 * i) % busy for i in range(clients)], size)
+
+
+def check(case: Case, how: str) -> None:
+    outcome = collective(case, how)
+    if not case.usable:
+        assert outcome is None
+        return
+    assert outcome is not None
+    mean, votes = reference(case)
+    assert outcome.votes.tolist() == votes.tolist()
+    size = abs(case.deltas[case.usable]).max(0)  # rounding is relative to the terms, not to what is left of them
+    per_term = 2.0**-FRACTION_BITS if how == "exact" else size * 2.0**-24
+    weight = sum(case.weights) / sum(case.weights[i] for i in case.usable)
+    tolerance = (len(case.weights) + 1) * per_term * weight + abs(mean) * 2.0**-22 + 1e-44
+    assert (abs(outcome.mean.numpy() - mean) <= tolerance).all()
+
+
+def usable_in_float_too(case: Case) -> Case:
+    """A value that only the exact sum refuses is made one that both refuse."""
+    deltas = case.deltas.copy()
+    deltas[np.isfinite(deltas) & (abs(deltas) >= 2.0**17)] = np.nan
+    return Case(deltas, case.weights, case.ranks, case.size)
+
+
+@given(cases())
+@settings(max_examples=150)
+def test_exact_equals_the_reference(case: Case) -> None:
+    check(case, "exact")
+
+
+@given(cases())
+@settings(max_examples=100)
+def test_float32_equals_the_reference_to_rounding(case: Case) -> None:
+    check(usable_in_float_too(case), "float32")
+
+
+@given(cases(), st.integers(1, 8), st.randoms(use_true_random=False))
+@settings(max_examples=100)
+def test_exact_is_the_same_bits_on_any_ranks_in_any_placement(case: Case, size: int, random: object) -> None:
+    elsewhere = Case(case.deltas, case.weights, [random.randrange(size) for _ in case.ranks], size)  # type: ignore[attr-defined]
+    one, two = collective(case, "exact"), collective(elsewhere, "exact")
+    if one is None or two is None:
+        assert one is two
+        return
+    assert torch.equal(one.mean.view(torch.int32), two.mean.view(torch.int32))
+    assert torch.equal(one.votes, two.votes)
+
+
+@given(cases())
+@settings(max_examples=60)
+def test_votes_read_off_the_sums_are_the_votes_that_would_have_travelled(case: Case) -> None:
+    size = min(case.size, len(case.weights))
+    case = usable_in_float_too(Case(case.deltas[:size], case.weights[:size], list(range(size)), case.size))
+    sent, read = collective(case, "float32", send_votes=True), collective(case, "float32", send_votes=False)
+    if sent is None or read is None:
+        assert sent is read
+        return
+    assert torch.equal(sent.votes, read.votes) and torch.equal(sent.mean, read.mean)
+    assert sum(read.received) < sum(sent.received) or case.size == 1
+
+
+@pytest.mark.parametrize("clients", [127, 128, 1000])
+@pytest.mark.parametrize("how", SUMS)
+def test_many_clients_that_all_agree(clients: int, how: str) -> None:
+    deltas = np.tile(np.array([[0.25, -0.5, 0.0]], np.float32), (clients, 1))
+    outcome = collective(Case(deltas, [3] * clients, [i % 4 for i in range(clients)], 4), how)
+    assert outcome is not None
+    assert outcome.votes.tolist() == [clients, -clients, 0]
+    assert outcome.mean.tolist() == pytest.approx([0.25, -0.5, 0.0])
+
+
+def test_one_bad_client_is_renormalised_away() -> None:
+    deltas = np.array([[1.0], [np.nan], [4.0]], np.float32)
+    outcome = collective(Case(deltas, [1, 100, 2], [0, 1, 2], 3), "exact")
+    assert outcome is not None
+    assert outcome.mean.item() == 3.0 and outcome.votes.item() == 2  # (1*1 + 2*4) / 3
+
+
+@pytest.mark.parametrize(("how", "sum_bytes"), [("exact", 8), ("float32", 4)])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_what_arrives_is_one_slice_from_each_other_rank(how: str, sum_bytes: int, size: int) -> None:
+    """No rank holds another client's full tensor: N/W elements come from each of the others, never N from any."""
+    length = 12 * size
+    deltas = np.random.default_rng(0).normal(size=(size, length)).astype(np.float32)
+    outcome = collective(Case(deltas, [1] * size, list(range(size)), size), how)
+    assert outcome is not None
+    slice_length = length // size
+    assert outcome.received == [(size - 1) * slice_length * (sum_bytes + 1)] * size
+
+
+@pytest.mark.parametrize("how", SUMS)
+def test_several_buckets_give_what_one_gives(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    deltas = np.random.default_rng(1).normal(size=(6, 101)).astype(np.float32)
+    case = Case(deltas, [1, 2, 3, 4, 5, 6], [0, 0, 1, 1, 2, 2], 3)
+    one = collective(case, how)
+    monkeypatch.setattr(reduce, "BUCKET_ELEMENTS", 21)
+    monkeypatch.setattr(reduce, "PIECE", 4)
+    many = collective(case, how)
+    assert one is not None and many is not None
+    assert torch.equal(one.mean, many.mean) and torch.equal(one.votes, many.votes)
+
+
+@given(st.integers(0, 50), st.integers(1, 60), st.integers(0, 100))
+def test_pieces_cover_a_bucket_and_never_straddle_the_end_of_the_parameters(
+    first: int, length: int, params: int
+) -> None:
+    parts = list(pieces(first, length, params))
+    assert [i for p in parts for i in range(p.start, p.stop)] == list(range(length))
+    assert not any(first + p.start < params < first + p.stop for p in parts)
+
+
+def test_a_vector_that_does_not_divide_is_refused() -> None:
+    def work(comm: Comm) -> None:
+        with pytest.raises(ValueError, match="7 elements do not divide over 2 ranks"):
+            Reducer(comm, Tally(7, 1, "exact"), 7)
+
+    run_threads(2, work)
