@@ -9,7 +9,8 @@ tally to the new whole model on every rank (exchange of sums and votes, mask gma
 The all-reduce leaves its result on every rank too. Both are run in turn; each turn gives a ratio of the slowest
 ranks' times, and the median over the turns is printed.
 
-Cases: float32 and exact with several clients a rank, and float32 with one client a rank, where no votes travel.
+Cases: float32 and exact with five clients a rank, and float32 with one client a rank, where no votes need to travel.
+On one node the ranks share memory; --send makes them send, as they do between nodes.
 """
 
 from __future__ import annotations
@@ -31,13 +32,11 @@ from fedmpi.comm import Comm, connect
 from fedmpi.env import find_place
 from fedmpi.local import sgd
 from fedmpi.masks import make_mask
-from fedmpi.reduce import Reducer
 from fedmpi.server import ServerKnobs, make_server
 from fedmpi.tally import Tally
 from fedmpi.train import Clock, Delivery, State, move_model
 
-CASES = {"float32": ("float32", True), "float32, one client a rank": ("float32", False), "exact": ("exact", True)}
-CLIENTS_A_RANK = 5
+CASES = {"float32": ("float32", 5), "float32, one client a rank": ("float32", 1), "exact": ("exact", 5)}
 
 
 def plain_all_reduce(comm: Comm, x: torch.Tensor) -> Callable[[], object]:
@@ -62,28 +61,26 @@ def slowest(comm: Comm, work: Callable[[], object]) -> float:
     return float(times.max())
 
 
-def masked(comm: Comm, params: int, how: str, votes_travel: bool) -> Callable[[], object]:
+def masked(comm: Comm, params: int, how: str, clients: int) -> Callable[[], object]:
     """One masked aggregation over tallies that are already filled."""
     length = -(-params // comm.size) * comm.size
-    clients = CLIENTS_A_RANK if votes_travel else 1
-    tally = Tally(length, clients * comm.size, how)
+    tally = Tally(comm, length // comm.size, clients * comm.size, how)
     tally.clear(total=600 * clients * comm.size)
     rng = torch.Generator().manual_seed(comm.rank)
     for _ in range(clients):
         tally.add(torch.randn(length, generator=rng) * 1e-3, 600)
     algorithm = Algorithm(sgd(0.01), make_mask("gma", 0.4), make_server("sgd", ServerKnobs()))
-    state = State(0, torch.zeros(length), torch.zeros(0, dtype=torch.int64), {})
-    reducer = Reducer(comm, tally, params)
+    state = State(0, comm.vector(length // comm.size), torch.zeros(0, dtype=torch.int64), {})
     delivery = Delivery(tally.total, 0.0, tuple(range(clients * comm.size)), ())
-    return lambda: move_model(state, algorithm, delivery, tally, reducer, votes_travel, Clock())
+    return lambda: move_model(state, algorithm, delivery, tally, comm, params, clients == 1, Clock())
 
 
 def measure(comm: Comm, params: int, turns: int) -> list[dict[str, object]]:
     """The rows of one transport on one number of ranks."""
     plain = plain_all_reduce(comm, torch.zeros(params))
     rows = []
-    for case, (how, votes_travel) in CASES.items():
-        work = masked(comm, params, how, votes_travel)
+    for case, (how, clients) in CASES.items():
+        work = masked(comm, params, how, clients)
         for warm_up in (plain, work):
             slowest(comm, warm_up)
         pairs = [(slowest(comm, plain), slowest(comm, work)) for _ in range(turns)]
@@ -94,6 +91,7 @@ def measure(comm: Comm, params: int, turns: int) -> list[dict[str, object]]:
                 "ranks": comm.size,
                 "sum": how,
                 "case": case,
+                "shared_memory": comm.node is not None,
                 "parameters": params,
                 "ratio": round(statistics.median(ratios), 3),
                 "ratio_quartiles": [round(ratios[len(ratios) * k // 4], 3) for k in (1, 3)],
@@ -104,11 +102,11 @@ def measure(comm: Comm, params: int, turns: int) -> list[dict[str, object]]:
     return rows
 
 
-def work(params: int, turns: int) -> None:
+def work(params: int, turns: int, send: int) -> None:
     """What each rank does; rank 0 prints its rows."""
     torch.set_num_threads(1)
     place = find_place(os.environ)
-    comm = connect("auto", place, torch.device("cpu"), 300.0, os.environ)
+    comm = connect("auto", place, torch.device("cpu"), 300.0, os.environ, share=not send)
     rows = measure(comm, params, turns)
     if comm.rank == 0:
         for row in rows:
@@ -116,7 +114,7 @@ def work(params: int, turns: int) -> None:
     comm.close()
 
 
-def launch(transport: str, ranks: int, params: int, turns: int) -> list[dict[str, object]]:
+def launch(transport: str, ranks: int, params: int, turns: int, send: bool) -> list[dict[str, object]]:
     """Run the ranks under their own launcher and collect rank 0's rows."""
     bin_folder = Path(sys.executable).parent
     torchrun = [str(bin_folder / "torchrun"), "--standalone", f"--nproc-per-node={ranks}"]
@@ -126,7 +124,13 @@ def launch(transport: str, ranks: int, params: int, turns: int) -> list[dict[str
         str(ranks),
         sys.executable,
     ]
-    command = (torchrun if transport == "gloo" else mpiexec) + [__file__, "--rank", str(params), str(turns)]
+    command = (torchrun if transport == "gloo" else mpiexec) + [
+        __file__,
+        "--rank",
+        str(params),
+        str(turns),
+        str(int(send)),
+    ]
     done = subprocess.run(
         command, stdout=subprocess.PIPE, text=True, timeout=900, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
@@ -140,14 +144,15 @@ def main() -> None:
     parser.add_argument("--parameters", type=int, default=11_200_000)
     parser.add_argument("--turns", type=int, default=25, help="measurements a case; the median is printed")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
-    parser.add_argument("--rank", nargs=2, type=int, metavar=("PARAMETERS", "TURNS"), help=argparse.SUPPRESS)
+    parser.add_argument("--send", action="store_true", help="send between the ranks, although they are on one node")
+    parser.add_argument("--rank", nargs=3, type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
         work(*options.rank)
         return
     for transport in options.transport:
         for ranks in options.ranks:
-            for row in launch(transport, ranks, options.parameters, options.turns):
+            for row in launch(transport, ranks, options.parameters, options.turns, options.send):
                 show = (
                     "{transport:5} {ranks} ranks  {case:27} ratio {ratio:5.2f}  quartiles {ratio_quartiles}"
                     "  {masked_ms} ms to {all_reduce_ms} ms"

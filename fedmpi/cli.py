@@ -147,7 +147,7 @@ def train_help() -> str:
 
 
 def without_aliases(arguments: list[str]) -> list[str]:
-    """The arguments with --log_to as --log: torchrun refuses --log, which it takes for a short form of its own --log-dir."""
+    """The arguments with --log_to as --log, which torchrun would take for a short form of its own --log-dir."""
     return [re.sub("^--log_to(?==|$)", "--log", word) for word in arguments]
 
 

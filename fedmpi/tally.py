@@ -8,9 +8,9 @@ Two ways to sum:
 
 exact    int64 fixed point. A client contributes round(delta * weight / total * 2**44): integers are added, and they do
          not care for order, so the sum is the same bits on any number of ranks, in any placement, over any transport.
-         Resolution: 2**-44 (6e-14) of the mean. Range: |delta| < 2**17 (131072). As the weights of a cohort add up to
-         at most `total`, the sum stays below 2**61: it never wraps. A delta outside the range makes its client
-         unusable.
+         Resolution: 2**-44 (6e-14) of the mean, or 2**-53 of a delta where that is more. Range: |delta| < 2**17
+         (131072). As the weights of a cohort add up to at most `total`, the sum stays below 2**61: it never wraps. A
+         delta outside the range makes its client unusable.
 float32  the sum of weight * delta in float32: half the bytes, and rounding that depends on the order. Weights are
          whole numbers >= 1, so the product of a tiny delta never vanishes and its sign can be read off the product.
          Range: |delta| * total < 1.7e38.
@@ -27,6 +27,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from .comm import Comm
 from .errors import UserError, unknown
 
 CHUNK = 1 << 16
@@ -46,23 +47,27 @@ def chunks(length: int, size: int = CHUNK) -> Iterator[slice]:
 
 
 class Tally:
-    """Running sums of one rank over one round. The buffers are made once and cleared for every round."""
+    """Running sums of one rank over one round, a row for each rank. The rows are made once and cleared for every round.
 
-    def __init__(self, length: int, cohort: int, how: str, device: torch.device | None = None) -> None:
+    Collective to make: the transport provides the memory, so that the rank that owns a slice can read its rows.
+    """
+
+    def __init__(
+        self, comm: Comm, slice_length: int, cohort: int, how: str, device: torch.device | None = None
+    ) -> None:
         if how not in SUMS:
             raise unknown("sum", how, SUMS)
-        self.exact = how == "exact"
-        self.sums_N = torch.zeros(length, dtype=torch.int64 if self.exact else torch.float32, device=device)
-        self.votes_N = torch.zeros(length, dtype=torch.int8 if cohort <= 127 else torch.int32, device=device)
-        self.cohort = cohort
+        self.exact, self.slice = how == "exact", slice_length
+        self.sums = comm.rows(slice_length, torch.int64 if self.exact else torch.float32, device)
+        self.votes = comm.rows(slice_length, torch.int8 if cohort <= 127 else torch.int32, device)
         self.clear(total=1)
 
     def clear(self, total: int) -> None:
         """Forget everything, for a cohort whose weights add up to `total`."""
         if total < 1:
             raise UserError(f"a cohort's weight is {total}; it must be at least 1: give every client a sample")
-        self.sums_N.zero_()
-        self.votes_N.zero_()
+        for row in (*self.sums.mine, *self.votes.mine):
+            row.zero_()
         self.total, self.weight, self.clients = total, 0, 0
 
     @property
@@ -78,9 +83,10 @@ class Tally:
             raise ValueError(f"weight {weight} on top of {self.weight} does not fit a cohort of {self.total}")
         self._check(delta_N)
         fold = self._fold_exact if self.exact else self._fold_float
-        for part in chunks(delta_N.numel()):
-            fold(self.sums_N[part], delta_N[part], weight)
-            self.votes_N[part].add_(torch.sign(delta_N[part]).to(self.votes_N.dtype))
+        for sums, votes, delta in zip(self.sums.mine, self.votes.mine, torch.split(delta_N, self.slice), strict=True):
+            for part in chunks(self.slice):
+                fold(sums[part], delta[part], weight)
+                votes[part].add_(torch.sign(delta[part]).to(votes.dtype))
         self.weight += weight
         self.clients += 1
 

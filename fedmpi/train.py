@@ -29,7 +29,7 @@ from .algorithms import Algorithm
 from .cohort import Cohort, draw
 from .comm import Comm
 from .errors import RunError
-from .reduce import Part, Reducer
+from .reduce import Part, reduce
 from .tally import Tally, Unusable
 from .task import Task, Work
 
@@ -124,28 +124,31 @@ class Clock:
 
 def begin(task: Task, algorithm: Algorithm, comm: Comm) -> State:
     """The state before the first round: rank 0's model on every rank. Collective."""
-    model_N, ints = task.start()
-    comm.broadcast(model_N)
+    start_N, ints = task.start()
+    comm.broadcast(start_N)
     if ints.numel():
         comm.broadcast(ints)
-    length = model_N.numel() // comm.size
+    length = start_N.numel() // comm.size
+    model_N = comm.vector(length, start_N.device)
+    own = slice(comm.rank * length, (comm.rank + 1) * length)
+    model_N[own] = start_N[own]
+    comm.gather(model_N)
     moments = {
-        name: torch.full((length,), value, device=model_N.device) for name, value in algorithm.server.moments.items()
+        name: torch.full((length,), value, device=task.device) for name, value in algorithm.server.moments.items()
     }
     return State(0, model_N, ints, moments)
 
 
 def rounds(state: State, plan: Plan, algorithm: Algorithm, task: Task, comm: Comm) -> Iterator[tuple[State, Report]]:
     """Train from `state` to the last round of the plan, yielding after each. Collective."""
-    tally = Tally(state.model_N.numel(), plan.cohort, plan.sum, state.model_N.device)
-    reducer = Reducer(comm, tally, task.layout.params)
+    tally = Tally(comm, state.model_N.numel() // comm.size, plan.cohort, plan.sum, task.device)
     while state.round < plan.rounds:
-        state, report = run_round(state, plan, algorithm, task, comm, tally, reducer)
+        state, report = run_round(state, plan, algorithm, task, comm, tally)
         yield state, report
 
 
 def run_round(
-    state: State, plan: Plan, algorithm: Algorithm, task: Task, comm: Comm, tally: Tally, reducer: Reducer
+    state: State, plan: Plan, algorithm: Algorithm, task: Task, comm: Comm, tally: Tally
 ) -> tuple[State, Report]:
     """One round, straight through. Collective."""
     number, clock, sent = state.round + 1, Clock(), comm.sent
@@ -159,8 +162,8 @@ def run_round(
     if len(delivery.used) < plan.min_clients:
         raise too_few(number, plan, delivery)
     ints = largest(ints, comm)
-    votes_travel = tally.exact or cohort.most_on_a_rank > 1
-    seen = move_model(state, algorithm, delivery, tally, reducer, votes_travel, clock)
+    one_each = cohort.most_on_a_rank == 1
+    seen = move_model(state, algorithm, delivery, tally, comm, task.layout.params, one_each, clock)
     report = sum_up(number, delivery, seen, task.layout.params, comm, comm.sent - sent, clock)
     return replace(state, round=number, ints=ints), report
 
@@ -229,8 +232,9 @@ def move_model(
     algorithm: Algorithm,
     delivery: Delivery,
     tally: Tally,
-    reducer: Reducer,
-    votes_travel: bool,
+    comm: Comm,
+    params: int,
+    one_each: bool,
     clock: Clock,
 ) -> Seen:
     """The collective and what it is for: from every rank's tally to the new model on every rank. Collective.
@@ -238,16 +242,16 @@ def move_model(
     Returns what was seen of this rank's slice.
     """
     seen = Seen.nothing(state.model_N.device)
-    parts = reducer.reduce(tally, delivery.weight, votes_travel)
+    parts = reduce(comm, tally, params, delivery.weight, one_each)
     while True:
         with clock("reduce"):
             part = next(parts, None)
         if part is None:
             break
         with clock("server"):
-            apply(part, state, algorithm, reducer.params, len(delivery.used), seen)
+            apply(part, state, algorithm, params, len(delivery.used), seen)
     with clock("gather"):
-        reducer.comm.gather(reducer.own(state.model_N), state.model_N)
+        comm.gather(state.model_N)
     return seen
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fedmpi.comm import Comm, agreed
+from fedmpi.comm.node import share_node
 from fedmpi.errors import UserError
 
 TRAVELLING = (torch.float32, torch.int64, torch.int32, torch.int8)
@@ -17,7 +18,7 @@ def check_contract(comm: Comm) -> None:
     for dtype in TRAVELLING:
         check_exchange(comm, dtype, length=5)
     check_exchange(comm, torch.float32, length=400_000)
-    check_two_under_way(comm)
+    check_rows_again_and_again(comm)
     check_gather(comm)
     check_broadcast(comm)
     check_agreed(comm)
@@ -35,48 +36,50 @@ def check_sum(comm: Comm) -> None:
         assert comm.sent - before == 2 * x.nbytes * (comm.size - 1) // comm.size
 
 
-def rows_of(comm: Comm, sender: int, dtype: torch.dtype, length: int) -> torch.Tensor:
-    """What `sender` sends: every row tells from whom, to whom and which element it is."""
-    to = torch.arange(comm.size).view(-1, 1)
-    return ((sender * 31 + to * 7 + torch.arange(length)) % 100).to(dtype)
+def row(sender: int, to: int, dtype: torch.dtype, length: int, turn: int = 0) -> torch.Tensor:
+    """What `sender` has for `to`: every element tells from whom, to whom and which it is."""
+    return ((sender * 31 + to * 7 + turn * 3 + torch.arange(length)) % 100).to(dtype)
 
 
 def check_exchange(comm: Comm, dtype: torch.dtype, length: int) -> None:
-    send = rows_of(comm, comm.rank, dtype, length)
-    recv = torch.full_like(send, 111)
-    sent, received = comm.sent, comm.received
-    comm.exchange(send.unbind(0), recv.unbind(0)).wait()
+    rows = comm.rows(length, dtype)
+    assert not any(r.any() for r in rows.mine), "made of zeros (another rank may be writing into theirs already)"
+    assert rows.mine[comm.rank] is rows.theirs[comm.rank]
+    for to in range(comm.size):
+        rows.mine[to].copy_(row(comm.rank, to, dtype, length))
+    before = comm.sent
+    comm.exchange(rows)
     for source in range(comm.size):
-        if source == comm.rank:
-            assert (recv[source] == 111).all(), "a rank's own row stays as it was"
-        else:
-            assert torch.equal(recv[source], rows_of(comm, source, dtype, length)[comm.rank])
-    assert comm.sent - sent == comm.received - received == (comm.size - 1) * length * send.element_size()
+        assert torch.equal(rows.theirs[source], row(source, comm.rank, dtype, length))
+        assert torch.equal(rows.mine[source], row(comm.rank, source, dtype, length)), "what is offered stays as it was"
+    assert comm.sent - before == (comm.size - 1) * length * rows.mine[0].element_size()
+    comm.barrier()
 
 
-def check_two_under_way(comm: Comm) -> None:
-    """Two exchanges of different types, started before either is waited for, do not mix."""
-    kinds = [(torch.float32, 1000), (torch.int8, 30), (torch.float32, 7)]
-    recvs = [torch.zeros(comm.size, length, dtype=dtype) for dtype, length in kinds]
-    sends = [rows_of(comm, comm.rank, dtype, length) for dtype, length in kinds]
-    pending = [comm.exchange(s.unbind(0), r.unbind(0)) for s, r in zip(sends, recvs, strict=True)]
-    for p in pending:
-        p.wait()
-    for (dtype, length), recv in zip(kinds, recvs, strict=True):
-        for source in comm.others:
-            assert torch.equal(recv[source], rows_of(comm, source, dtype, length)[comm.rank])
+def check_rows_again_and_again(comm: Comm) -> None:
+    """Two sets of rows of different types in one exchange, turn after turn, with a verb between reading and writing."""
+    large, small = comm.rows(1000, torch.float32), comm.rows(30, torch.int8)
+    for turn in range(5):
+        for rows in (large, small):
+            for to, mine in enumerate(rows.mine):
+                mine.copy_(row(comm.rank, to, mine.dtype, len(mine), turn))
+        comm.exchange(large, small)
+        for rows in (large, small):
+            for source, theirs in enumerate(rows.theirs):
+                assert torch.equal(theirs, row(source, comm.rank, theirs.dtype, len(theirs), turn))
+        comm.barrier()
 
 
 def check_gather(comm: Comm) -> None:
-    want = torch.arange(3 * comm.size, dtype=torch.float32)
+    x_N = comm.vector(3)
     mine = slice(3 * comm.rank, 3 * comm.rank + 3)
-    out = torch.zeros(3 * comm.size)
-    comm.gather(want[mine].clone(), out)
-    assert torch.equal(out, want)
-    out = torch.zeros(3 * comm.size)
-    out[mine] = want[mine]
-    comm.gather(out[mine], out)  # the slice lies in the vector already
-    assert torch.equal(out, want)
+    assert x_N[mine].tolist() == [0.0] * 3
+    for turn in range(3):
+        want = torch.arange(3.0 * comm.size) + turn
+        x_N[mine] = want[mine]
+        comm.gather(x_N)
+        assert torch.equal(x_N, want)
+        comm.barrier()
 
 
 def check_broadcast(comm: Comm) -> None:
@@ -109,6 +112,8 @@ def main() -> None:
     from fedmpi.comm.mpi import MpiComm
 
     comm = MpiComm(MPI.COMM_WORLD, timeout=60.0)
+    check_contract(comm)
+    share_node(comm)
     check_contract(comm)
     with pytest.raises(UserError, match="bfloat16"):
         comm.sum(torch.zeros(2, dtype=torch.bfloat16))

@@ -1,4 +1,4 @@
-"""FedAvg and FedYogi with every mask, one run folder each, on the ranks that started this script: `matrix.py OUT COMM`."""
+"""FedAvg and FedYogi with every mask, a run folder each, on the ranks that started this: `matrix.py OUT COMM`."""
 
 from __future__ import annotations
 

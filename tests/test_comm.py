@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from contract import check_contract
 
 from fedmpi.comm import Comm, SoloComm, pick
 from fedmpi.comm.mpi import host_view
+from fedmpi.comm.node import create, share_node
 from fedmpi.comm.threads import run_threads
 from fedmpi.env import Place
 from fedmpi.errors import RunError, UserError
@@ -33,10 +35,50 @@ def test_contract_over_threads(size: int) -> None:
     run_threads(size, check_contract)
 
 
+def contract_sent_and_shared(comm: Comm) -> None:
+    """The contract where everything is sent, where one node shares everything, and on two nodes of unequal size."""
+    check_contract(comm)
+    share_node(comm)
+    assert comm.node is not None and comm.node.ranks == list(range(comm.size))
+    check_contract(comm)
+    rows = comm.rows(4, torch.int64)
+    assert rows.shared == set(comm.others)
+    share_node(comm, node=min(comm.rank, 1))
+    assert comm.node.ranks == ([0] if comm.rank == 0 else list(range(1, comm.size)))
+    check_contract(comm)
+    check_sharing_refused(comm)
+
+
+def check_sharing_refused(comm: Comm) -> None:
+    """Where one rank cannot have the memory, none uses it, nothing is left behind, and all is sent."""
+    share_node(comm)
+    assert comm.node is not None
+    if comm.rank == comm.size - 1:
+        comm.node.folder = Path("/nowhere/at/all")
+    warnings: list[str] = []
+    logger = logging.getLogger("fedmpi")
+    logger.addFilter(lambda record: warnings.append(record.getMessage()) or False)
+    rows = comm.rows(10, torch.float32)
+    assert rows.shared is None and comm.vector(2) is not None
+    assert [w for w in warnings if "cannot share memory" in w] or comm.rank != comm.size - 1
+    check_contract(comm)
+    if comm.rank != comm.size - 1:
+        assert not list(comm.node.folder.parent.glob(comm.node.folder.name + "*"))
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("size", [2, 3])
 def test_contract_over_gloo(size: int, gloo: Callable[..., None]) -> None:
-    gloo(size, check_contract)
+    gloo(size, contract_sent_and_shared)
+
+
+def test_a_file_system_without_room_is_an_error_and_not_a_crash(tmp_path: Path) -> None:
+    with pytest.raises(OSError):
+        create(tmp_path / "huge", 2**58, torch.float32)
+    row = create(tmp_path / "row", 5, torch.int64)
+    assert row.tolist() == [0] * 5 and (tmp_path / "row").stat().st_mode & 0o777 == 0o600
+    with pytest.raises(FileExistsError):
+        create(tmp_path / "row", 5, torch.int64)
 
 
 @pytest.mark.launchers
@@ -49,17 +91,18 @@ def test_contract_over_mpi(size: int, mpiexec: list[str]) -> None:
 
 
 def hang(comm: Comm, culprit: int) -> None:
-    comm.barrier()
+    rows = comm.rows(1000, torch.float32)
     if comm.rank == culprit:
         time.sleep(8)  # alive, but takes no part
         return
     with pytest.raises(RunError, match=rf"rank {culprit} of {comm.size} did not answer: hung .* the timeout of 2 s"):
-        comm.exchange(list(torch.zeros(comm.size, 1000)), list(torch.zeros(comm.size, 1000))).wait()
+        comm.exchange(rows)
 
 
 def die(comm: Comm, culprit: int) -> None:
     comm.barrier()
     if comm.rank == culprit:
+        time.sleep(0.5)  # the others have left the barrier
         os.kill(os.getpid(), signal.SIGKILL)
     started = time.monotonic()
     with pytest.raises(RunError, match=rf"rank {culprit} of {comm.size} did not answer: dead"):
@@ -115,7 +158,7 @@ def test_mpi_names_the_rank_that_hangs_and_ends_the_job(mpiexec: list[str]) -> N
 def test_threads_name_the_missing_rank() -> None:
     def work(comm: Comm) -> None:
         if comm.rank != 1:
-            comm.exchange(list(torch.zeros(3, 2)), list(torch.zeros(3, 2))).wait()
+            comm.exchange(comm.rows(2, torch.float32))
 
     with pytest.raises(RunError, match=r"no answer from ranks \[1\]"):
         run_threads(3, work, timeout=0.2)

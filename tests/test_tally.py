@@ -9,12 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedmpi.comm import SoloComm
 from fedmpi.errors import UserError
 from fedmpi.tally import CHUNK, FRACTION_BITS, SUMS, Tally, Unusable, chunks
 
 
 def tally_of(deltas: list[list[float]], weights: list[int], how: str, cohort: int = 10) -> Tally:
-    tally = Tally(len(deltas[0]), cohort, how)
+    tally = Tally(SoloComm(), len(deltas[0]), cohort, how)
     tally.clear(sum(weights))
     for delta, weight in zip(deltas, weights, strict=True):
         tally.add(torch.tensor(delta), weight)
@@ -24,35 +25,35 @@ def tally_of(deltas: list[list[float]], weights: list[int], how: str, cohort: in
 def test_exact_sums_are_the_weighted_mean_in_fixed_point() -> None:
     tally = tally_of([[0.5, -1.0], [0.25, 3.0]], [1, 3], "exact")
     unit = 2**FRACTION_BITS
-    assert tally.sums_N.tolist() == [round((0.5 * 1 + 0.25 * 3) / 4 * unit), round((-1.0 + 9.0) / 4 * unit)]
+    assert tally.sums.mine[0].tolist() == [round((0.5 * 1 + 0.25 * 3) / 4 * unit), round((-1.0 + 9.0) / 4 * unit)]
     assert (tally.weight, tally.clients) == (4, 2)
 
 
 def test_float_sums_are_weighted_by_whole_numbers() -> None:
-    assert tally_of([[0.5, -1.0], [0.25, 3.0]], [1, 3], "float32").sums_N.tolist() == [1.25, 8.0]
+    assert tally_of([[0.5, -1.0], [0.25, 3.0]], [1, 3], "float32").sums.mine[0].tolist() == [1.25, 8.0]
 
 
 @pytest.mark.parametrize("how", SUMS)
 def test_every_client_has_one_vote_whatever_its_weight(how: str) -> None:
     tally = tally_of([[1.0, 1.0, 0.0], [1.0, -1.0, 0.0], [-1.0, 0.0, 0.0]], [1, 1, 1000], how)
-    assert tally.votes_N.tolist() == [1, 0, 0]  # weighted, the third client would outvote the others
+    assert tally.votes.mine[0].tolist() == [1, 0, 0]  # weighted, the third client would outvote the others
 
 
 @pytest.mark.parametrize("how", SUMS)
 def test_a_tiny_delta_votes_even_where_its_sum_rounds_to_nothing(how: str) -> None:
     tally = tally_of([[1e-30, -1e-38, 1e-45]], [1], how)
-    assert tally.votes_N.tolist() == [1, -1, 1]
+    assert tally.votes.mine[0].tolist() == [1, -1, 1]
     if how == "exact":
-        assert tally.sums_N.tolist() == [0, 0, 0]
+        assert tally.sums.mine[0].tolist() == [0, 0, 0]
     else:
-        assert tally.sums_N.sign().tolist() == [1, -1, 1]
+        assert tally.sums.mine[0].sign().tolist() == [1, -1, 1]
 
 
 def test_float_products_keep_the_sign_of_the_smallest_delta() -> None:
-    tally = Tally(1, 10, "float32")
+    tally = Tally(SoloComm(), 1, 10, "float32")
     tally.clear(total=10**9)
     tally.add(torch.tensor([1e-45]), 1)
-    assert tally.sums_N.sign().item() == 1
+    assert tally.sums.mine[0].sign().item() == 1
 
 
 @pytest.mark.parametrize("how", SUMS)
@@ -61,40 +62,40 @@ def test_nan_and_infinity_are_unusable_and_leave_no_trace(how: str, bad: float) 
     tally = tally_of([[1.0, 2.0]], [1], how)
     tally.clear(total=2)
     tally.add(torch.tensor([1.0, 2.0]), 1)
-    before = tally.sums_N.clone(), tally.votes_N.clone(), tally.weight, tally.clients
+    before = tally.sums.mine[0].clone(), tally.votes.mine[0].clone(), tally.weight, tally.clients
     with pytest.raises(Unusable, match="NaN or infinity"):
         tally.add(torch.tensor([1.0, bad]), 1)
-    assert torch.equal(tally.sums_N, before[0]) and torch.equal(tally.votes_N, before[1])
+    assert torch.equal(tally.sums.mine[0], before[0]) and torch.equal(tally.votes.mine[0], before[1])
     assert (tally.weight, tally.clients) == before[2:]
 
 
 @pytest.mark.parametrize(("how", "limit"), [("exact", 2.0**17), ("float32", 3.4028234e38 / 2 / 6)])
 def test_the_range_ends_where_it_says(how: str, limit: float) -> None:
-    tally = Tally(1, 10, how)
+    tally = Tally(SoloComm(), 1, 10, how)
     tally.clear(total=6)
     for sign in (1, -1):
         with pytest.raises(Unusable, match=r"its update reaches .* beyond the range"):
             tally.add(torch.tensor([sign * limit * 1.0001]), 1)
     tally.add(torch.tensor([limit * 0.999]), 6)
-    assert tally.sums_N.isfinite().all()
+    assert tally.sums.mine[0].isfinite().all()
 
 
 def test_the_largest_exact_sum_does_not_wrap() -> None:
     most = 2.0**17 - 0.01
     tally = tally_of([[most, -most]] * 1000, [7] * 1000, "exact", cohort=1000)
-    mean = tally.sums_N.double() / 2**FRACTION_BITS
+    mean = tally.sums.mine[0].double() / 2**FRACTION_BITS
     assert mean.tolist() == pytest.approx([most, -most], rel=1e-7)
 
 
 @pytest.mark.parametrize(("cohort", "dtype"), [(127, torch.int8), (128, torch.int32)])
 def test_votes_are_as_narrow_as_the_cohort_allows(cohort: int, dtype: torch.dtype) -> None:
     tally = tally_of([[1.0, -1.0]] * cohort, [1] * cohort, "exact", cohort)
-    assert tally.votes_N.dtype == dtype
-    assert tally.votes_N.tolist() == [cohort, -cohort]
+    assert tally.votes.mine[0].dtype == dtype
+    assert tally.votes.mine[0].tolist() == [cohort, -cohort]
 
 
 def test_weights_that_do_not_fit_the_cohort_are_refused() -> None:
-    tally = Tally(1, 2, "exact")
+    tally = Tally(SoloComm(), 1, 2, "exact")
     tally.clear(total=3)
     tally.add(torch.zeros(1), 2)
     for weight in (2, 0, -1):
@@ -114,4 +115,4 @@ def test_chunks_cover_a_vector_once(length: int, size: int) -> None:
 
 def test_an_unknown_way_to_sum_is_refused() -> None:
     with pytest.raises(UserError, match="did you mean 'exact'"):
-        Tally(1, 1, "exactt")
+        Tally(SoloComm(), 1, 1, "exactt")

@@ -8,10 +8,11 @@ import torch
 
 from ..env import Place
 from ..errors import unknown
-from .base import Comm, Pending, agreed
+from .base import Comm, Rows, agreed
+from .node import share_node
 from .solo import SoloComm
 
-__all__ = ["Comm", "Pending", "SoloComm", "agreed", "connect", "pick"]
+__all__ = ["Comm", "Rows", "SoloComm", "agreed", "connect", "pick"]
 
 TRANSPORTS = ("auto", "torch", "mpi")
 
@@ -27,15 +28,25 @@ def pick(which: str, place: Place) -> str:
     return "mpi" if which == "auto" and place.launcher == "mpi" else "torch"
 
 
-def connect(which: str, place: Place, device: torch.device, timeout: float, environ: Mapping[str, str]) -> Comm:
-    """This rank's end of the transport `which` (auto, torch, mpi). Collective: returns when every rank has come."""
+def connect(
+    which: str, place: Place, device: torch.device, timeout: float, environ: Mapping[str, str], share: bool = True
+) -> Comm:
+    """This rank's end of the transport `which` (auto, torch, mpi). Collective: returns when every rank has come.
+
+    Ranks of one node share memory instead of sending, unless they compute on devices of their own or `share` is off.
+    """
     transport = pick(which, place)
     if transport == "solo":
         return SoloComm()
+    comm: Comm
     if transport == "mpi":
         from .mpi import connect_mpi
 
-        return connect_mpi(place, timeout)
-    from .torch import connect_torch
+        comm = connect_mpi(place, timeout)
+    else:
+        from .torch import connect_torch
 
-    return connect_torch(place, device, timeout, environ)
+        comm = connect_torch(place, device, timeout, environ)
+    if share and device.type == "cpu":
+        share_node(comm)
+    return comm

@@ -1,14 +1,19 @@
 """What a rank can say to the others: five verbs and abort.
 
-    sum(x)               every rank's x, added up, on every rank (small integer and float records)
-    exchange(send, recv) row r of send goes to rank r, row r of recv comes from rank r; returns at once with a `Pending`
-    gather(x_S, out_N)   every rank's slice, laid end to end, on every rank
-    broadcast(x, root)   root's x on every rank
-    barrier()            no rank leaves before every rank has come
+    sum(x)             every rank's x, added up, on every rank (small records of counts)
+    exchange(rows...)  what every rank has for me comes within reach; what I have for them, within theirs
+    gather(x_N)        every rank's slice of a vector, on every rank
+    broadcast(x, root) root's x on every rank
+    barrier()          no rank leaves before every rank has come
 
-Arithmetic on large vectors is not done here: a transport moves slices, `reduce.py` adds them up, so that there is one
-sum and not one a transport. All verbs are collective: every rank calls them in the same order. A verb that cannot
-finish raises `RunError` with the missing ranks in it where the transport can tell.
+The two heavy verbs work on memory that the transport made: `rows` has one row for each rank, `vector` one slice for
+each rank. Between ranks of one node that memory is shared (`node.py`) and nothing is copied; between nodes it travels
+point to point. So after an `exchange` or a `gather`, what others wrote may be read, and what is offered to others must
+be left alone, until the next verb.
+
+Arithmetic on large vectors is not done here: a transport brings slices within reach, `reduce.py` adds them up, so that
+there is one sum and not one a transport. All verbs are collective: every rank calls them in the same order. A verb that
+cannot finish raises `RunError` with the missing ranks in it where the transport can tell.
 
 N: a full padded vector of size * S elements.  S: the slice a rank owns.
 """
@@ -16,27 +21,37 @@ N: a full padded vector of size * S elements.  S: the slice a rank owns.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import NoReturn, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
 
 from ..errors import UserError
 
+if TYPE_CHECKING:
+    from .node import Node
+
 MESSAGE_BYTES = 1024  # an error's sentence, shared by `agreed`
 
 
-class Pending(Protocol):
-    """An exchange under way."""
+@dataclass(frozen=True)
+class Rows:
+    """Memory for `exchange`: row r of `mine` is for rank r to read, row r of `theirs` is what rank r has for me.
 
-    def wait(self) -> None:
-        """Return when every row has left and arrived."""
+    This rank's own row is the same tensor in both. `shared` are the ranks whose rows lie in memory shared with this
+    one; `None` where no rank shares any, which all ranks know of each other.
+    """
+
+    mine: list[Tensor]
+    theirs: list[Tensor]
+    shared: frozenset[int] | None = None
 
 
 class Comm(ABC):
-    """One rank's end of the line. `sent` and `received` count the payload bytes of this rank since it was made."""
+    """One rank's end of the line. `sent` counts the payload bytes that this rank has had for others so far."""
 
     rank: int
     size: int
@@ -44,42 +59,69 @@ class Comm(ABC):
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-        self.sent = self.received = 0
+        self.sent = 0
+        self.node: Node | None = None
 
     @property
     def others(self) -> list[int]:
         """The other ranks, each rank starting behind itself, so that not all talk to rank 0 first."""
         return [(self.rank + k) % self.size for k in range(1, self.size)]
 
-    def exchange(self, send: Sequence[Tensor], recv: Sequence[Tensor]) -> Pending:
-        """Start to send row r to rank r and to receive row r from it; a rank's own row stays where it is."""
-        self._count(sum(send[r].nbytes for r in self.others), sum(recv[r].nbytes for r in self.others))
-        return self._exchange(send, recv)
+    def rows(self, length: int, dtype: torch.dtype, device: torch.device | None = None) -> Rows:
+        """Memory for `exchange`, a row of `length` elements for each rank. Collective; made once, not every round."""
+        mine = {r: torch.zeros(length, dtype=dtype, device=device) for r in [self.rank]}
+        theirs = dict(mine)
+        shared = self.node.rows(length, dtype) if self.node else None
+        for r in self.others:
+            if shared and r in shared:
+                mine[r], theirs[r] = shared[r]
+            else:
+                mine[r], theirs[r] = (torch.zeros(length, dtype=dtype, device=device) for _ in range(2))
+        order = range(self.size)
+        return Rows([mine[r] for r in order], [theirs[r] for r in order], None if shared is None else frozenset(shared))
 
-    def gather(self, x_S: Tensor, out_N: Tensor) -> None:
-        """Every rank's slice, laid end to end in out_N; x_S may be this rank's part of out_N itself."""
-        rows = out_N.view(self.size, -1).unbind(0)
-        self.exchange([x_S] * self.size, rows).wait()
-        if rows[self.rank].data_ptr() != x_S.data_ptr():
-            rows[self.rank].copy_(x_S)
+    def vector(self, slice_length: int, device: torch.device | None = None) -> Tensor:
+        """A float32 vector of zeros for `gather`: this rank writes its slice, reads all. Collective; made once."""
+        shared = self.node.vector(slice_length) if self.node else None
+        return torch.zeros(slice_length * self.size, device=device) if shared is None else shared
+
+    def exchange(self, *many: Rows) -> None:
+        """Bring every rank's row for this rank within its reach: sent between nodes, already there on the same node."""
+        for rows in many:
+            self.sent += sum(rows.mine[r].nbytes for r in self.others)
+            away = [r for r in self.others if r not in (rows.shared or ())]
+            self._swap({r: rows.mine[r] for r in away}, {r: rows.theirs[r] for r in away})
+        if any(rows.shared is not None for rows in many):  # the same on every rank, also on one alone on its node
+            self.barrier()
+
+    def gather(self, x_N: Tensor) -> None:
+        """Bring every rank's slice of a vector made by `vector` within reach of every rank."""
+        slices = x_N.view(self.size, -1).unbind(0)
+        own = slices[self.rank]
+        if self.node is None or not self.node.holds(x_N):
+            self.sent += own.nbytes * len(self.others)
+            self._swap({r: own for r in self.others}, {r: slices[r] for r in self.others})
+            return
+        # One rank of each node receives for all of its node.
+        node, away = self.node, [r for r in self.others if r not in self.node.ranks]
+        self.sent += own.nbytes * (len(node.ranks) - 1 + len(node.other_leaders))
+        receives = away if node.leads else []
+        self._swap({r: own for r in node.other_leaders}, {r: slices[r] for r in receives})
+        self.barrier()
 
     def sum(self, x: Tensor) -> None:
         """Every rank's x added up, in place. Counted as an all-reduce that sends each element twice."""
-        self._count(*[2 * x.nbytes * (self.size - 1) // self.size] * 2)
+        self.sent += 2 * x.nbytes * (self.size - 1) // self.size
         self._sum(x)
 
     def broadcast(self, x: Tensor, root: int = 0) -> None:
         """Root's x, in place."""
-        alone = self.size == 1
-        self._count(x.nbytes if self.rank == root and not alone else 0, 0 if self.rank == root else x.nbytes)
+        self.sent += x.nbytes if self.rank == root and self.size > 1 else 0
         self._broadcast(x, root)
 
-    def _count(self, sent: int, received: int) -> None:
-        self.sent += sent
-        self.received += received
-
     @abstractmethod
-    def _exchange(self, send: Sequence[Tensor], recv: Sequence[Tensor]) -> Pending: ...
+    def _swap(self, send: Mapping[int, Tensor], recv: Mapping[int, Tensor]) -> None:
+        """Send a tensor to each rank in `send`, receive one from each in `recv`; return when all have come and gone."""
 
     @abstractmethod
     def _sum(self, x: Tensor) -> None: ...

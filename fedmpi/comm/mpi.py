@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..env import Place, check_mpi_world
 from ..errors import RunError, UserError
-from .base import Comm, Pending
+from .base import Comm
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -61,18 +61,6 @@ def host_view(x: Tensor) -> Tensor:
     return x.detach() if x.device.type == "cpu" and x.is_contiguous() else x.detach().cpu().contiguous()
 
 
-class Requests:
-    """The sends and receives of one exchange, and the tensors that arrive through a host copy."""
-
-    def __init__(self, comm: MpiComm, requests: list[MPI.Request], staged: list[tuple[Tensor, Tensor]]) -> None:
-        self.comm, self.requests, self.staged = comm, requests, staged
-
-    def wait(self) -> None:
-        self.comm.finish(self.requests)
-        for there, here in self.staged:
-            there.copy_(here)
-
-
 class MpiComm(Comm):
     """MPI's world, or another communicator of mpi4py."""
 
@@ -109,16 +97,14 @@ class MpiComm(Comm):
         which = "rank " + ", ".join(map(str, sorted(silent))) if silent else "no rank is silent, but one"
         return f"{which} of {self.size} did not answer: hung for longer than the timeout of {self.timeout:g} s"
 
-    def _exchange(self, send: Sequence[Tensor], recv: Sequence[Tensor]) -> Pending:
-        requests: list[MPI.Request] = []
-        staged: list[tuple[Tensor, Tensor]] = []
-        for to, source in zip(self.others, reversed(self.others), strict=True):
-            here = host_view(recv[source])
-            if here.data_ptr() != recv[source].data_ptr():
-                staged.append((recv[source], here))
-            requests.append(self.line.Irecv(here.numpy(), source))
-            requests.append(self.line.Isend(host_view(send[to]).numpy(), to))
-        return Requests(self, requests, staged)
+    def _swap(self, send: Mapping[int, Tensor], recv: Mapping[int, Tensor]) -> None:
+        here = {source: host_view(x) for source, x in recv.items()}
+        requests = [self.line.Irecv(x.numpy(), source) for source, x in here.items()]
+        requests += [self.line.Isend(host_view(x).numpy(), to) for to, x in send.items()]
+        self.finish(requests)
+        for source, x in recv.items():
+            if here[source].data_ptr() != x.data_ptr():
+                x.copy_(here[source])
 
     def _sum(self, x: Tensor) -> None:
         here = host_view(x)

@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import NoReturn
 
 from torch import Tensor
 
-from .base import Comm, Pending
-
-
-class Done:
-    """A `Pending` that has nothing to wait for."""
-
-    def wait(self) -> None:
-        return
+from .base import Comm
 
 
 class SoloComm(Comm):
@@ -27,8 +20,8 @@ class SoloComm(Comm):
     def __init__(self) -> None:
         super().__init__(rank=0, size=1)
 
-    def _exchange(self, send: Sequence[Tensor], recv: Sequence[Tensor]) -> Pending:
-        return Done()
+    def _swap(self, send: Mapping[int, Tensor], recv: Mapping[int, Tensor]) -> None:
+        return
 
     def _sum(self, x: Tensor) -> None:
         return

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn, TypeVar
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import RunError
-from .base import Comm, Pending
+from .base import Comm
 
 T = TypeVar("T")
 
@@ -30,23 +30,6 @@ class World:
         self.aborted = threading.Event()
 
 
-class Arriving:
-    """Rows that the other threads have sent or will send."""
-
-    def __init__(self, comm: ThreadComm, recv: Sequence[Tensor]) -> None:
-        self.comm, self.recv = comm, recv
-
-    def wait(self) -> None:
-        missing = []
-        for rank in self.comm.others:
-            try:
-                self.recv[rank].copy_(self.comm.world.boxes[rank, self.comm.rank].get(timeout=self.comm.world.timeout))
-            except queue.Empty:
-                missing.append(rank)
-        if missing:
-            raise RunError(f"no answer from ranks {missing} within {self.comm.world.timeout:g} s")
-
-
 class ThreadComm(Comm):
     """One thread's end of a `World`."""
 
@@ -56,26 +39,33 @@ class ThreadComm(Comm):
         super().__init__(rank, world.size)
         self.world = world
 
-    def _exchange(self, send: Sequence[Tensor], recv: Sequence[Tensor]) -> Pending:
+    def _swap(self, send: Mapping[int, Tensor], recv: Mapping[int, Tensor]) -> None:
         if self.world.aborted.is_set():
             raise RunError("another rank aborted")
-        for rank in self.others:
-            self.world.boxes[self.rank, rank].put(send[rank].clone())
-        return Arriving(self, recv)
+        for rank, x in send.items():
+            self.world.boxes[self.rank, rank].put(x.clone())
+        missing = []
+        for rank, x in recv.items():
+            try:
+                x.copy_(self.world.boxes[rank, self.rank].get(timeout=self.world.timeout))
+            except queue.Empty:
+                missing.append(rank)
+        if missing:
+            raise RunError(f"no answer from ranks {missing} within {self.world.timeout:g} s")
 
     def _sum(self, x: Tensor) -> None:
         rows = torch.empty(self.size, *x.shape, dtype=x.dtype)
-        self._exchange([x] * self.size, rows.unbind(0)).wait()
+        self._swap({r: x for r in self.others}, {r: rows[r] for r in self.others})
         rows[self.rank] = x
         x.copy_(rows[0])
         for row in rows[1:]:
             x.add_(row)
 
     def _broadcast(self, x: Tensor, root: int) -> None:
-        rows = torch.empty(self.size, *x.shape, dtype=x.dtype)
-        self._exchange([x] * self.size, rows.unbind(0)).wait()
-        if self.rank != root:
-            x.copy_(rows[root])
+        if self.rank == root:
+            self._swap({r: x for r in self.others}, {})
+        else:
+            self._swap({}, {root: x})
 
     def barrier(self) -> None:
         try:

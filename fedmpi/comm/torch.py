@@ -11,10 +11,11 @@ which needs no collective: each signs in, waits a little for the others, and all
 from __future__ import annotations
 
 import os
+import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import NoReturn
 
@@ -25,20 +26,9 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from ..env import Place, rendezvous
 from ..errors import RunError, UserError
-from .base import Comm, Pending
+from .base import Comm
 
 ROLL_CALL_SECONDS = 5.0
-
-
-class Works:
-    """The sends and receives of one exchange."""
-
-    def __init__(self, comm: TorchComm, works: Sequence[dist.Work], kept_alive: Sequence[Tensor]) -> None:
-        self.comm, self.works, self.kept_alive = comm, works, kept_alive
-
-    def wait(self) -> None:
-        for work in self.works:
-            self.comm.guard(work.wait)
 
 
 class TorchComm(Comm):
@@ -73,6 +63,7 @@ class TorchComm(Comm):
         except RuntimeError as error:
             hung = time.monotonic() - started >= self.timeout
             why = f"hung for longer than the timeout of {self.timeout:g} s" if hung else "dead, or cut off at work"
+            self.close()  # the others may be waiting for this rank only: let them fail at once, too, and answer
             raise RunError(f"{self.roll_call()}: {why} ({first_line(error)})") from error
 
     def roll_call(self) -> str:
@@ -90,14 +81,11 @@ class TorchComm(Comm):
             return f"the {self.size} ranks lost each other, yet every one of them answers"
         return f"rank {', '.join(map(str, missing))} of {self.size} did not answer"
 
-    def _exchange(self, send: Sequence[Tensor], recv: Sequence[Tensor]) -> Pending:
-        ops: list[dist.P2POp] = []
-        for to, source in zip(self.others, reversed(self.others), strict=True):
-            ops += [dist.P2POp(dist.irecv, recv[source], source), dist.P2POp(dist.isend, send[to], to)]
-        works: list[dist.Work] = []
+    def _swap(self, send: Mapping[int, Tensor], recv: Mapping[int, Tensor]) -> None:
+        ops = [dist.P2POp(dist.irecv, x, source) for source, x in recv.items()]
+        ops += [dist.P2POp(dist.isend, x, to) for to, x in send.items()]
         if ops:
-            self.guard(lambda: works.extend(dist.batch_isend_irecv(ops)))
-        return Works(self, works, [*send, *recv])
+            self.guard(lambda: [work.wait() for work in dist.batch_isend_irecv(ops)])
 
     def _sum(self, x: Tensor) -> None:
         there = x.to(self.device)
@@ -121,13 +109,14 @@ class TorchComm(Comm):
         os._exit(code)
 
     def close(self) -> None:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, without the C++ source position that torch puts in front."""
+    """The first sentence of an error's text, without the C++ source position that torch puts in front."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0].rpartition("] ")[2].rstrip(".")
+    return re.sub(r"^\[[^\]]*\.cc:\d+\] ", "", lines[0]).partition(". ")[0].rstrip(".")
 
 
 def connect_torch(place: Place, device: torch.device, timeout: float, environ: Mapping[str, str]) -> Comm:

@@ -1,0 +1,108 @@
+"""Who trains and where: laws of the draw and of the placement."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedmpi.cohort import Cohort, draw, place
+
+SIZES = st.lists(st.integers(1, 500), min_size=1, max_size=40)
+SEEDS = st.integers(0, 2**40)
+
+
+def loads(weights: list[int], ranks: int) -> list[int]:
+    """What each rank has to do."""
+    placed = place(weights, ranks)
+    return [sum(w for w, r in zip(weights, placed, strict=True) if r == rank) for rank in range(ranks)]
+
+
+def best_possible(weights: list[int], ranks: int) -> int:
+    """The smallest largest load, by trying every placement."""
+    return min(
+        max(sum(w for w, r in zip(weights, placed, strict=True) if r == rank) for rank in range(ranks))
+        for placed in product(range(ranks), repeat=len(weights))
+    )
+
+
+@settings(deadline=None)
+@given(SIZES, SEEDS, st.integers(1, 1000), st.integers(1, 8), st.data())
+def test_a_cohort_is_distinct_sorted_clients_with_their_own_sizes(
+    sizes: list[int], seed: int, round: int, ranks: int, data: st.DataObject
+) -> None:
+    count = data.draw(st.integers(1, len(sizes)))
+    cohort = draw(seed, round, np.array(sizes), count, ranks)
+    assert len(cohort.cids) == count
+    assert list(cohort.cids) == sorted(set(cohort.cids))
+    assert 0 <= cohort.cids[0] and cohort.cids[-1] < len(sizes)
+    assert cohort.weights == tuple(sizes[cid] for cid in cohort.cids)
+    assert cohort.total == sum(cohort.weights)
+    assert all(0 <= rank < ranks for rank in cohort.ranks) and len(cohort.ranks) == count
+
+
+@settings(deadline=None)
+@given(SIZES, SEEDS, st.integers(1, 1000), st.data())
+def test_who_trains_depends_on_seed_and_round_only(
+    sizes: list[int], seed: int, round: int, data: st.DataObject
+) -> None:
+    count = data.draw(st.integers(1, len(sizes)))
+    of_one = draw(seed, round, np.array(sizes), count, ranks=1)
+    of_three = draw(seed, round, np.ones(len(sizes), dtype=np.int64), count, ranks=3)
+    assert of_one.cids == of_three.cids
+
+
+def test_seeds_and_rounds_draw_differently() -> None:
+    sizes = np.ones(1000, dtype=np.int64)
+    drawn = {draw(seed, round, sizes, 10, 1).cids for seed in range(10) for round in range(1, 11)}
+    assert len(drawn) == 100
+
+
+def test_every_client_is_drawn_about_equally_often() -> None:
+    sizes = np.arange(1, 21)  # a draw by size would favour the last
+    counts = np.bincount([cid for round in range(2000) for cid in draw(0, round, sizes, 5, 1).cids], minlength=20)
+    assert counts.sum() == 10_000
+    assert abs(counts - 500).max() < 5 * np.sqrt(500)
+
+
+def test_the_whole_federation_can_be_drawn() -> None:
+    assert draw(3, 1, np.ones(7, dtype=np.int64), 7, 2).cids == tuple(range(7))
+
+
+def test_the_cohort_of_seed_0_stays_what_it_was() -> None:
+    assert draw(0, 1, np.ones(100, dtype=np.int64), 5, 1).cids == (29, 30, 43, 45, 93)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 1000), max_size=60), st.integers(1, 9))
+def test_no_rank_has_more_than_the_mean_and_one_client(weights: list[int], ranks: int) -> None:
+    heaviest = max(weights, default=0)
+    assert max(loads(weights, ranks)) * ranks <= sum(weights) + (ranks - 1) * heaviest
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=7), st.integers(1, 3))
+def test_longest_first_is_within_a_third_of_the_best(weights: list[int], ranks: int) -> None:
+    assert 3 * ranks * max(loads(weights, ranks)) <= (4 * ranks - 1) * best_possible(weights, ranks)  # Graham 1969
+
+
+def test_longest_first_by_hand() -> None:
+    assert place([1, 5, 3, 4], 2) == (0, 0, 1, 1)  # 5 and 4 open the ranks, 3 joins the 4, 1 joins the 5
+
+
+def test_equal_clients_go_round_the_ranks_in_order() -> None:
+    assert place([2, 2, 2, 2, 2], 3) == (0, 1, 2, 0, 1)
+
+
+def test_more_ranks_than_clients_leaves_ranks_empty() -> None:
+    cohort = draw(0, 1, np.array([4, 9]), 2, 5)
+    assert cohort.most_on_a_rank == 1
+    assert sorted(rank for rank in range(5) if cohort.at(rank)) == [0, 1]
+
+
+def test_positions_on_the_ranks_make_up_the_cohort() -> None:
+    cohort = Cohort(cids=(2, 5, 9, 11), weights=(1, 1, 1, 1), ranks=(1, 0, 1, 1))
+    assert [cohort.at(rank) for rank in range(3)] == [[1], [0, 2, 3], []]
+    assert cohort.most_on_a_rank == 3

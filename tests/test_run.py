@@ -1,0 +1,362 @@
+"""One run from a configuration to a folder: what it leaves, what repeats, and what it refuses before it starts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import stat
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from safetensors.torch import load_file
+from shell import ALONE, CLASSES, CPU, SIDE, metrics, sandbox, settings_of, tiny, train, without_seconds
+
+from fedmpi import data
+from fedmpi.algorithms import ALGORITHMS
+from fedmpi.cli import parse
+from fedmpi.comm import Comm, SoloComm
+from fedmpi.comm.threads import run_threads
+from fedmpi.config import Config, Eval, Local, Skew
+from fedmpi.data.splits import split
+from fedmpi.errors import RunError, UserError
+from fedmpi.models import find_model
+from fedmpi.run import check_folder, make_folder, prepare, run, same_everywhere
+
+FILES = {"config.yaml", "environment.json", "partition.json", "metrics.jsonl", "model.safetensors", "finished.json"}
+KEYS = {
+    "round",
+    "test_accuracy",
+    "test_loss",
+    "train_loss",
+    "clients",
+    "dropped",
+    "dropped_clients",
+    "kept",
+    "agreement",
+    "bytes_sent",
+    "seconds",
+}
+SECONDS = {"local", "wait", "reduce", "server", "gather", "eval"}
+
+
+@pytest.fixture(autouse=True)
+def patch() -> Iterator[pytest.MonkeyPatch]:
+    with sandbox() as patch:
+        yield patch
+
+
+def sha256(out: Path) -> str:
+    return hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest()
+
+
+def finished(out: Path) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads((out / "finished.json").read_text())
+    return record
+
+
+# What a run leaves
+
+
+def test_a_run_leaves_the_documented_files_and_no_others(tmp_path: Path) -> None:
+    train(settings_of(tmp_path / "bare"))
+    assert {path.name for path in (tmp_path / "bare").iterdir()} == FILES
+    train(settings_of(tmp_path / "full", log="tensorboard"))
+    assert {path.name for path in (tmp_path / "full").iterdir()} == FILES | {"tensorboard"}
+    assert len(list((tmp_path / "full" / "tensorboard").iterdir())) == 1
+
+
+def test_the_folder_is_private_and_its_parents_are_made(tmp_path: Path) -> None:
+    out = tmp_path / "a" / "b" / "run"
+    train(settings_of(out))
+    assert stat.S_IMODE(out.stat().st_mode) == 0o700
+
+
+def test_metrics_have_every_key_every_round(tmp_path: Path) -> None:
+    train(settings_of(tmp_path, eval=Eval(every=2), rounds=3))
+    rounds = metrics(tmp_path)
+    assert [r["round"] for r in rounds] == [1, 2, 3]
+    for r in rounds:
+        assert set(r) == KEYS and set(r["seconds"]) == SECONDS
+        assert all(t >= 0 for t in r["seconds"].values())
+        assert 0 <= r["kept"] <= 1 and 0 <= r["agreement"] <= 1 and r["train_loss"] > 0
+        assert (r["clients"], r["dropped"], r["dropped_clients"], r["bytes_sent"]) == (4, 0, [], 0)
+
+
+def test_rounds_between_evaluations_are_not_scored_but_the_last_is(tmp_path: Path) -> None:
+    train(settings_of(tmp_path, rounds=5, eval=Eval(every=2)))
+    scored = [r["round"] for r in metrics(tmp_path) if r["test_accuracy"] is not None]
+    assert scored == [2, 4, 5]
+    assert all((r["test_loss"] is None) == (r["test_accuracy"] is None) for r in metrics(tmp_path))
+    assert all((r["seconds"]["eval"] == 0) == (r["test_accuracy"] is None) for r in metrics(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["logistic", "lenet"])
+def test_the_model_loads_into_plain_torch_and_scores_what_was_reported(tmp_path: Path, name: str) -> None:
+    report = train(settings_of(tmp_path, model=name, rounds=6))
+    model = find_model(name).make(1, SIDE, SIDE, CLASSES)
+    model.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=True)
+    arrays = tiny()
+    images = (arrays.test_x.float() / 255 - arrays.mean[0]) / arrays.std[0]
+    with torch.no_grad():
+        logits = model.eval()(images)
+    assert report.test_accuracy == float((logits.argmax(1) == arrays.test_y).sum()) / 60
+    assert report.test_loss == pytest.approx(float(F.cross_entropy(logits, arrays.test_y)), abs=1e-5)
+    last = metrics(tmp_path)[-1]
+    assert (last["test_accuracy"], last["test_loss"]) == (report.test_accuracy, report.test_loss)
+
+
+def test_a_run_learns(tmp_path: Path) -> None:
+    report = train(settings_of(tmp_path, rounds=5))
+    assert report.test_accuracy is not None and report.test_accuracy > 0.9
+    assert metrics(tmp_path)[-1]["train_loss"] < metrics(tmp_path)[0]["train_loss"]
+
+
+def test_the_mark_of_a_finished_run_tells_its_outcome(tmp_path: Path) -> None:
+    report = train(settings_of(tmp_path, rounds=4))
+    done = finished(tmp_path)
+    assert done["rounds"] == 4 and done["model_sha256"] == sha256(tmp_path)
+    assert (done["test_accuracy"], done["test_loss"]) == (report.test_accuracy, report.test_loss)
+    assert done["best_test_accuracy"] == max(r["test_accuracy"] for r in metrics(tmp_path))
+
+
+def test_the_partition_is_written_as_it_was_dealt(tmp_path: Path) -> None:
+    train(settings_of(tmp_path, split="classes", skew=Skew(classes=1), clients=6, cohort=2, seed=4))
+    written = json.loads((tmp_path / "partition.json").read_text())
+    dealt = split("classes", tiny().y.numpy(), 6, 4, classes_per_client=1)
+    assert written["sha256"] == dealt.manifest(tiny().y.numpy(), CLASSES)["sha256"]
+    assert (written["data"], written["split"], written["seed"], written["clients"]) == ("tiny", "classes", 4, 6)
+    assert written["skew"]["classes"] == 1
+    assert all(sum(count > 0 for count in row) == 1 for row in written["histogram"])
+
+
+def test_the_environment_is_recorded(tmp_path: Path) -> None:
+    train(settings_of(tmp_path))
+    written = json.loads((tmp_path / "environment.json").read_text())
+    assert written["versions"]["torch"] == torch.__version__
+    assert (written["launcher"], written["size"], written["device"]) == ("alone", 1, "cpu")
+    assert written["threads"] == torch.get_num_threads()
+
+
+def test_the_written_configuration_is_the_resolved_one(tmp_path: Path) -> None:
+    cfg = settings_of(tmp_path, algorithm="fedyogi", local=Local(batch=10))
+    train(cfg)
+    written = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    row = ALGORITHMS["fedyogi"]
+    assert (written["local"]["rule"], written["local"]["lr"]) == (row.local, row.local_lr)
+    assert (written["server"]["rule"], written["server"]["lr"]) == (row.server, row.server_lr)
+    assert written["server"]["momentum"] == row.server_momentum
+    assert parse(["--config", str(tmp_path / "config.yaml")]) == prepare(cfg).cfg
+
+
+# What repeats
+
+
+def test_the_written_configuration_repeats_the_run_bit_for_bit(tmp_path: Path) -> None:
+    first, again = tmp_path / "first", tmp_path / "again"
+    train(settings_of(first, algorithm="fedadam", mask="and", tau=0.6, seed=11, local=Local(lr=0.03, steps=5, batch=7)))
+    train(parse(["--config", str(first / "config.yaml"), "--out", str(again)]))
+    assert sha256(first) == sha256(again)
+    assert without_seconds(metrics(first)) == without_seconds(metrics(again))
+    assert (first / "partition.json").read_bytes() == (again / "partition.json").read_bytes()
+    assert finished(first) == finished(again)
+
+
+def test_another_seed_is_another_model(tmp_path: Path) -> None:
+    for seed in (0, 0, 1):
+        out = tmp_path / f"{seed}-{(tmp_path / f'{seed}-False').exists()}"
+        train(settings_of(out, seed=seed))
+    assert sha256(tmp_path / "0-False") == sha256(tmp_path / "0-True")
+    assert sha256(tmp_path / "0-False") != sha256(tmp_path / "1-False")
+
+
+def test_what_happened_before_in_the_process_does_not_matter(tmp_path: Path) -> None:
+    train(settings_of(tmp_path / "a", model="lenet"))
+    torch.manual_seed(99), torch.rand(5)
+    train(settings_of(tmp_path / "b", model="lenet"))
+    assert sha256(tmp_path / "a") == sha256(tmp_path / "b")
+
+
+def test_scoring_less_often_or_in_other_blocks_changes_no_model(tmp_path: Path) -> None:
+    often = train(settings_of(tmp_path / "a"))
+    seldom = train(settings_of(tmp_path / "b", eval=Eval(every=3, batch=7)))
+    assert sha256(tmp_path / "a") == sha256(tmp_path / "b")
+    assert often.test_accuracy == seldom.test_accuracy
+
+
+def test_the_mask_and_tau_change_the_model_and_tau_0_is_the_mean(tmp_path: Path) -> None:
+    shas = {}
+    for mask, tau in [("mean", 0.9), ("gma", 0.9), ("and", 0.9), ("gma", 0.0), ("and", 0.0)]:
+        out = tmp_path / f"{mask}{tau}"
+        train(settings_of(out, mask=mask, tau=tau))
+        shas[mask, tau] = sha256(out)
+    assert len({shas["mean", 0.9], shas["gma", 0.9], shas["and", 0.9]}) == 3
+    assert shas["gma", 0.0] == shas["and", 0.0] == shas["mean", 0.9]
+
+
+# Folders
+
+
+def test_a_finished_run_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    train(settings_of(tmp_path))
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(UserError, match="already holds a finished run; choose another folder or remove it"):
+        train(settings_of(tmp_path, seed=1))
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_somebodys_other_files_are_refused_and_left(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(UserError, match="holds files that are no run of fedmpi"):
+        train(settings_of(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
+    train(settings_of(tmp_path))
+    assert (tmp_path / "finished.json").exists()
+
+
+def test_an_unfinished_run_is_started_over(tmp_path: Path, patch: pytest.MonkeyPatch) -> None:
+    broken, whole = tmp_path / "broken", tmp_path / "whole"
+    with pytest.raises(RunError, match="0 of 4 clients"):
+        train(settings_of(broken, local=Local(lr=1e38)))
+    assert (broken / "config.yaml").exists() and not (broken / "finished.json").exists()
+    (broken / "metrics.jsonl").write_text('{"round": 1}\n{"rou')
+    train(settings_of(broken))
+    train(settings_of(whole))
+    assert {path.name for path in broken.iterdir()} == FILES
+    assert sha256(broken) == sha256(whole)
+    assert without_seconds(metrics(broken)) == without_seconds(metrics(whole))
+
+
+def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("mine")
+    with pytest.raises(UserError, match=r"taken cannot be read \(Not a directory\); choose another folder"):
+        train(settings_of(tmp_path / "taken"))
+    with pytest.raises(UserError, match=r"taken/run cannot be written \(Not a directory\); choose a folder that can"):
+        train(settings_of(tmp_path / "taken" / "run"))
+    assert (tmp_path / "taken").read_text() == "mine"
+
+
+def test_a_link_to_nowhere_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="link cannot be written"):
+        train(settings_of(tmp_path / "link"))
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, patch: pytest.MonkeyPatch) -> None:
+    def full(self: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    patch.setattr(Path, "touch", full)
+    with pytest.raises(UserError, match=r"cannot be written \(No space left on device\)"):
+        make_folder(tmp_path / "run")
+
+
+def test_a_folder_that_cannot_be_read_is_refused(tmp_path: Path, patch: pytest.MonkeyPatch) -> None:
+    def forbidden(self: Path) -> Iterator[Path]:
+        raise PermissionError(13, "Permission denied")
+
+    patch.setattr(Path, "iterdir", forbidden)
+    with pytest.raises(UserError, match=r"cannot be read \(Permission denied\)"):
+        check_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"data": "mnist"}, "data set 'mnist' is not under .*FEDMPI_OFFLINE forbids a download"),
+        ({"clients": 201}, "201 clients"),
+        ({"split": "natural", "clients": 21}, "21 clients, but the data have 20 owners"),
+        ({"data": "small", "model": "lenet"}, "lenet needs images of at least 12x12; these are 5x5"),
+    ],
+)
+def test_data_that_are_not_there_or_do_not_do_leave_no_folder(
+    tmp_path: Path, patch: pytest.MonkeyPatch, changes: dict[str, Any], sentence: str
+) -> None:
+    def small(root: Path | None) -> data.Arrays:
+        whole = tiny()
+        return replace(whole, x=whole.x[..., :5, :5], test_x=whole.test_x[..., :5, :5])
+
+    patch.setitem(data.DATASETS, "small", small)
+    patch.setenv("FEDMPI_OFFLINE", "1")
+    out, root = tmp_path / "run", tmp_path / "data"
+    with pytest.raises(UserError, match=sentence):
+        train(settings_of(out, data_root=str(root), **changes))
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"tau": 2.0}, "--tau is 2.0"),
+        ({"data": "mnits"}, "unknown data set 'mnits'; did you mean 'mnist'"),
+        ({"split": "clases"}, "unknown split 'clases'; did you mean 'classes'"),
+        ({"sum": "exat"}, "unknown sum 'exat'; did you mean 'exact'"),
+        ({"model": "lent"}, "unknown model 'lent'; did you mean 'lenet'"),
+        ({"log": "tensorboard,wand"}, "unknown sink"),
+        ({"algorithm": "fedav"}, "unknown algorithm 'fedav'; did you mean 'fedavg'"),
+    ],
+)
+def test_what_needs_no_data_is_found_first(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        prepare(replace(Config(), **changes))
+
+
+def test_the_folder_is_named_after_the_run_unless_given() -> None:
+    named = replace(Config(), algorithm="fedyogi", mask="and", data="tiny", seed=3)
+    assert prepare(named).out == Path("runs/fedyogi-and-tiny-3")
+    assert prepare(replace(Config(), out="here")).out == Path("here")
+
+
+# What may go wrong on the way
+
+
+def test_a_client_that_fails_is_left_out_and_named(
+    tmp_path: Path, patch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    prepared = prepare(settings_of(tmp_path, clients=4, rounds=2))
+    sound = prepared.algorithm.local
+
+    def rule(job: Any) -> Any:
+        result = sound(job)
+        if job.cid == 2:
+            result.delta_P.fill_(math.nan)
+        return result
+
+    prepared = replace(prepared, algorithm=replace(prepared.algorithm, local=rule))
+    run(prepared, SoloComm(), ALONE, CPU, {})
+    assert [(r["clients"], r["dropped"], r["dropped_clients"]) for r in metrics(tmp_path)] == [(3, 1, [2])] * 2
+    assert [r.getMessage().partition(":")[0] for r in caplog.records] == ["round 1", "round 2"]
+    assert "client 2 left out" in caplog.text
+
+
+def test_a_model_that_has_diverged_is_scored_as_null(tmp_path: Path, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("fedmpi.task.Task.score", lambda self, block: (0, math.nan))
+    report = train(settings_of(tmp_path, rounds=1))
+    assert report.test_loss is not None and math.isnan(report.test_loss)
+    assert metrics(tmp_path)[0]["test_loss"] is None and metrics(tmp_path)[0]["test_accuracy"] == 0
+    assert finished(tmp_path)["test_loss"] is None
+
+
+def test_ranks_started_differently_are_refused_on_all_of_them() -> None:
+    def work(comm: Comm) -> str:
+        try:
+            same_everywhere(replace(Config(), seed=int(comm.rank == 2)), comm)
+        except UserError as error:
+            return str(error)
+        return "went on"
+
+    said = run_threads(3, work)
+    assert said == ["ranks [2] were started with another configuration than rank 0; start all with the same one"] * 3
+
+
+def test_ranks_started_alike_go_on() -> None:
+    assert run_threads(3, lambda comm: same_everywhere(Config(), comm)) == [None] * 3
