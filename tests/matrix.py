@@ -8,9 +8,9 @@ import sys
 
 import torch
 
-from fedmpi.cli import parse
 from fedmpi.comm import connect
 from fedmpi.env import find_place
+from fedmpi.options import parse
 from fedmpi.run import prepare, run
 
 SMALL = "--data glyphs --clients 40 --cohort 7 --rounds 2 --local.steps 4 --threads 1 --log_to none".split()

@@ -13,15 +13,16 @@ import pytest
 from shell import metrics, sandbox
 
 import fedmpi
-from fedmpi import cli, run
+from fedmpi import cli, options, run
 from fedmpi.algorithms import ALGORITHMS
-from fedmpi.cli import knobs, main, parse
+from fedmpi.cli import main
 from fedmpi.comm import SoloComm
 from fedmpi.config import Config, Local, Server
 from fedmpi.data import DATASETS, SPLITS
 from fedmpi.errors import UserError
 from fedmpi.masks import MASKS
 from fedmpi.models import MODELS
+from fedmpi.options import knobs, parse
 from fedmpi.tally import SUMS
 
 QUICK = "--data tiny --split iid --model logistic --clients 8 --cohort 4 --rounds 2 --threads 1 --log none".split()
@@ -41,7 +42,7 @@ def recipe(patch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     path = tmp_path / "bundled" / "small-yogi.yaml"
     path.parent.mkdir()
     path.write_text("algorithm: fedyogi\nserver:\n  lr: 0.25\n")
-    patch.setattr(cli, "recipes", lambda: {"small-yogi": path, "large": path})
+    patch.setattr(options, "recipes", lambda: {"small-yogi": path, "large": path})
     return path
 
 
@@ -147,7 +148,7 @@ def test_an_unknown_recipe_is_told_its_neighbour(recipe: Path, capsys: pytest.Ca
 
 
 def test_every_bundled_recipe_is_a_sound_configuration() -> None:
-    for name in cli.recipes():
+    for name in options.recipes():
         run.prepare(parse(["--config", name]))
 
 
@@ -395,7 +396,7 @@ def test_compare_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
 def test_files_first_keeps_the_order_of_everything_else(recipe: Path) -> None:
     given = ["--tau", "1", "--config", "small-yogi", "--seed=3", "--config=large", "--rounds", "2"]
     front = [f"--config={recipe}"] * 2
-    assert cli.files_first(given) == [*front, "--tau", "1", "--seed=3", "--rounds", "2"]
+    assert options.files_first(given) == [*front, "--tau", "1", "--seed=3", "--rounds", "2"]
 
 
 def test_a_recipe_that_is_wrong_is_refused_too(recipe: Path) -> None:

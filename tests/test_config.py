@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedmpi.algorithms import ALGORITHMS, build, resolve
-from fedmpi.cli import parse
 from fedmpi.config import Config, Local, Server, check, check_bounds
 from fedmpi.errors import UserError
 from fedmpi.masks import MASKS
+from fedmpi.options import parse
 from fedmpi.server import RULES as SERVER_RULES
 
 

@@ -20,13 +20,13 @@ from shell import ALONE, CLASSES, CPU, SIDE, metrics, sandbox, settings_of, tiny
 
 from fedmpi import data
 from fedmpi.algorithms import ALGORITHMS
-from fedmpi.cli import parse
 from fedmpi.comm import Comm, SoloComm
 from fedmpi.comm.threads import run_threads
 from fedmpi.config import Config, Eval, Local, Skew
 from fedmpi.data.splits import split
 from fedmpi.errors import RunError, UserError
 from fedmpi.models import find_model
+from fedmpi.options import parse
 from fedmpi.run import check_folder, make_folder, prepare, run, same_everywhere
 
 FILES = {"config.yaml", "environment.json", "partition.json", "metrics.jsonl", "model.safetensors", "finished.json"}

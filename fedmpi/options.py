@@ -1,0 +1,135 @@
+"""From a command line to a `Config`: YAML files and bundled recipes first, then options, by jsonargparse.
+
+Whatever a user can get wrong here comes out as one sentence: an unknown name with the nearest match, a value of the
+wrong kind, a file that is not there or cannot be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import re
+import reprlib
+from collections.abc import Iterable
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jsonargparse
+import yaml
+
+from .config import Config
+from .errors import UserError
+
+ABOUT = "Train a model by federated learning. null means: chosen by the algorithm or by the machine."
+
+
+def parse(arguments: list[str]) -> Config:
+    """The configuration of a command line: YAML files first, then the options in their order."""
+    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = jsonargparse.ArgumentParser(
+        prog="fedmpi train", description=ABOUT, exit_on_error=False, allow_abbrev=False
+    )
+    parser.add_argument("--config", action="config", help="YAML file, or the name of a bundled recipe")
+    parser.add_class_arguments(Config, as_group=False)
+    try:
+        values = parser.instantiate(parser.parse_args(files_first(without_aliases(arguments))))
+    except argparse.ArgumentError as error:
+        known = [option for action in parser._actions for option in action.option_strings]
+        raise UserError(sentence(str(error), known)) from None
+    return Config(**{f.name: getattr(values, f.name) for f in dataclasses.fields(Config)})
+
+
+def without_aliases(arguments: list[str]) -> list[str]:
+    """The arguments with --log_to as --log, which torchrun would take for a short form of its own --log-dir."""
+    return [re.sub("^--log_to(?==|$)", "--log", word) for word in arguments]
+
+
+def recipes() -> dict[str, Path]:
+    """The bundled recipes by name."""
+    folder = Path(str(resources.files("fedmpi") / "recipes"))
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def files_first(arguments: list[str]) -> list[str]:
+    """The arguments with every --config in front, by its path: an option overrides a file wherever it stands."""
+    files, options = [], []
+    words = iter(arguments)
+    for word in words:
+        option, equals, name = word.partition("=")
+        given = None
+        if option == "--config":
+            given = name if equals else next(words, None)
+        if given is None:
+            options.append(word)
+        else:
+            files.append(f"--config={find_file(given)}")
+    return files + options
+
+
+def find_file(name: str) -> Path:
+    """The file of that name, or else the bundled recipe; checked."""
+    path = Path(name)
+    if name in recipes() and not path.is_file():
+        path = recipes()[name]
+    elif not path.exists():
+        near = difflib.get_close_matches(name, recipes(), n=1)
+        hint = f"did you mean '{near[0]}'? " if near else ""
+        raise UserError(f"--config '{name}' is neither a file nor a recipe; {hint}recipes: {', '.join(recipes())}")
+    check_file(path)
+    return path
+
+
+def check_file(path: Path) -> None:
+    """Refuse a YAML file that cannot be read or that names what is no knob; values are left to the parser."""
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        why = " ".join(str(error).split())
+        raise UserError(f"--config {path} cannot be read as YAML ({why}); correct it or give another file") from None
+    check_keys(f"--config {path}", tree, knobs(Config()))
+
+
+def check_keys(where: str, tree: Any, known: dict[str, Any], prefix: str = "") -> None:
+    """Refuse a part of a YAML file that is no mapping, or one of its keys that is not known."""
+    if not isinstance(tree, dict):
+        part = f"'{prefix[:-1]}' in {where}" if prefix else where
+        holds = "nothing" if tree is None else reprlib.repr(tree)
+        raise UserError(f"{part} holds {holds}; it must hold options with their values, one a line: 'name: value'")
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if name not in known:
+            raise UserError(unknown_option(name, known, where=f" in {where}"))
+        if dataclasses.is_dataclass(known[name]):
+            check_keys(where, value, known, f"{name}.")
+
+
+def knobs(part: Any, prefix: str = "") -> dict[str, Any]:
+    """Every knob of a dataclass of the configuration by its dotted name, and the groups among them."""
+    out: dict[str, Any] = {}
+    for field in dataclasses.fields(part):
+        name, value = f"{prefix}{field.name}", getattr(part, field.name)
+        out |= {name: value} | (knobs(value, f"{name}.") if dataclasses.is_dataclass(value) else {})
+    return out
+
+
+def unknown_option(given: str, known: Iterable[str], where: str = "") -> str:
+    """The sentence for an option that there is not: what it may be short for, or the nearest one."""
+    near = [k for k in known if k.startswith(given)] or difflib.get_close_matches(given, known, n=1)
+    hint = f"did you mean '{near[0]}'?" if near else "'fedmpi train --help' lists what there is"
+    return f"unknown option '{given}'{where}; {hint}"
+
+
+def sentence(text: str, known: list[str]) -> str:
+    """A parser's complaint in one sentence: what was given, what is valid."""
+    key = re.search(r'key "([^"]+)"', text)
+    value = re.search(r"(?:Got|Given) value: (.*)", text)
+    if key and value:
+        kinds = dict(float="a number", int="a whole number", bool="true or false", str="a word", NoneType="null")
+        valid = " or ".join(kinds.get(k, k) for k in dict.fromkeys(re.findall(r"Expected a <class '(\w+)'>", text)))
+        return f"--{key[1]} is '{value[1]}'; it must be {valid}"
+    stray = re.search(r"unrecognized arguments: (\S+)", text)
+    if stray:
+        return unknown_option(stray[1].partition("=")[0], known)
+    return " ".join(text.split())
