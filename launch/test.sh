@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Sets up and runs every check: ruff, mypy, pytest. Arguments go to pytest.
 #
-#   bash launch/test.sh                                     everything
-#   bash launch/test.sh -m "not processes and not launchers"   the fast tests
+#   bash launch/test.sh                                                       everything
+#   bash launch/test.sh -m "not slow and not processes and not launchers"     the fast tests
 #   bash launch/test.sh -k masks
 set -euo pipefail
 

@@ -11,6 +11,7 @@ from federation import SIZES, algorithm, federate, plain_model, plan, tasks
 
 from fedmpi.cohort import draw
 from fedmpi.comm import Comm, SoloComm
+from fedmpi.comm.node import share_node
 from fedmpi.comm.threads import ThreadComm, run_threads
 from fedmpi.errors import RunError
 from fedmpi.evaluate import evaluate
@@ -274,3 +275,32 @@ def test_rank_zeros_model_counts_where_the_ranks_start_from_different_ones() -> 
 def test_a_model_without_buffers_works_too() -> None:
     states, _ = federate(2, algorithm(), make=plain_model)
     assert states[0].ints.numel() == 0 and states[0].round == 3
+
+
+def train_on_nodes(comm: Comm, want: list[int], nodes: list[int] | None, how: str) -> None:
+    """Train in processes that share memory on nodes numbered as given, and compare with what one process got."""
+    if nodes is not None:
+        share_node(comm, nodes[comm.rank])
+    task, algo = tasks(comm.size)[0], algorithm("gma", "yogi", lr=0.1)
+    state = begin(task, algo, comm)
+    for after, _ in rounds(state, plan(sum=how), algo, task, comm):
+        state = after
+    comm.barrier()  # nobody may be moving the model any more
+    if how == "exact":
+        assert bits(state.model_N) == want
+    else:
+        got = state.model_N[:LENGTH]
+        assert torch.allclose(got, torch.tensor(want, dtype=torch.int32).view(torch.float32), atol=1e-4)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("nodes", [None, [0, 0, 0], [0, 1, 0], [7, 8, 9]], ids=["sent", "one node", "two", "three"])
+def test_same_bits_in_processes_on_any_nodes(nodes: list[int] | None, gloo) -> None:
+    alone, _ = federate(1, algorithm("gma", "yogi", lr=0.1))
+    gloo(3, train_on_nodes, bits(alone[0].model_N), nodes, "exact")
+
+
+@pytest.mark.processes
+def test_float32_in_processes_with_votes_read_off_the_sums(gloo) -> None:
+    alone, _ = federate(1, algorithm("gma", "yogi", lr=0.1), plan(sum="float32"))
+    gloo(5, train_on_nodes, bits(alone[0].model_N), [0, 0, 1, 1, 2], "float32")
