@@ -77,11 +77,18 @@ class Tally:
             return float(2**RANGE_BITS)
         return torch.finfo(torch.float32).max / 2 / self.total
 
+    def check(self, delta_N: Tensor) -> None:
+        """Raise `Unusable` for a delta that cannot be averaged."""
+        low, high = (float(v) for v in delta_N.aminmax())
+        if math.isnan(low) or math.isinf(low) or math.isinf(high):
+            raise Unusable("its update holds NaN or infinity")
+        if not -self.limit < low <= high < self.limit:
+            raise Unusable(f"its update reaches {max(-low, high):.3g}, beyond the range of {self.limit:.3g}")
+
     def add(self, delta_N: Tensor, weight: int) -> None:
-        """Fold in one client's delta; one that cannot be averaged raises `Unusable` and leaves the tally as it was."""
+        """Fold in one client's delta, which has passed `check`. An error in here spoils the sums: it must end the run."""
         if weight < 1 or self.weight + weight > self.total:
             raise ValueError(f"weight {weight} on top of {self.weight} does not fit a cohort of {self.total}")
-        self._check(delta_N)
         fold = self._fold_exact if self.exact else self._fold_float
         for sums, votes, delta in zip(self.sums.mine, self.votes.mine, torch.split(delta_N, self.slice), strict=True):
             for part in chunks(self.slice):
@@ -89,13 +96,6 @@ class Tally:
                 votes[part].add_(torch.sign(delta[part]).to(votes.dtype))
         self.weight += weight
         self.clients += 1
-
-    def _check(self, delta_N: Tensor) -> None:
-        low, high = (float(v) for v in delta_N.aminmax())
-        if math.isnan(low) or math.isinf(low) or math.isinf(high):
-            raise Unusable("its update holds NaN or infinity")
-        if not -self.limit < low <= high < self.limit:
-            raise Unusable(f"its update reaches {max(-low, high):.3g}, beyond the range of {self.limit:.3g}")
 
     def _fold_exact(self, sums: Tensor, delta: Tensor, weight: int) -> None:
         fixed = delta.double().mul_(weight / self.total * 2.0**FRACTION_BITS).round_()

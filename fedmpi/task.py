@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,6 +33,14 @@ class Work:
     epochs: int = 1
     steps: int | None = None
     batch: int = 32
+
+
+class Trained(NamedTuple):
+    """What a client brings back. The delta lies in the task's own memory: it is valid until the next job."""
+
+    delta_N: Tensor
+    ints: Tensor
+    loss: float
 
 
 class ModelJob:
@@ -77,15 +86,15 @@ class ModelJob:
         self.seen += len(batch)
         return self.task.grad_P
 
-    def finish(self, result: LocalResult) -> tuple[Tensor, Tensor, float]:
-        """What goes into the tally: the delta with that of the float buffers behind it, the integer buffers, the mean
-        loss."""
+    def finish(self, result: LocalResult) -> Trained:
+        """What the client brings back, with the float buffers' delta behind that of the parameters."""
         layout = self.task.layout
         if result.delta_P.data_ptr() != self.delta_P.data_ptr():
             self.delta_P.copy_(result.delta_P)
         behind = slice(layout.params, layout.length)
         torch.sub(self.task.x_N[behind], self.start_N[behind], out=self.task.delta_N[behind])
-        return self.task.delta_N, read_ints(self.task.model, layout), float(self.loss_sum) / max(self.seen, 1)
+        loss = float(self.loss_sum) / max(self.seen, 1)
+        return Trained(self.task.delta_N, read_ints(self.task.model, layout), loss)
 
 
 class Task:

@@ -31,7 +31,7 @@ from .comm import Comm
 from .errors import RunError
 from .reduce import Part, reduce
 from .tally import Tally, Unusable
-from .task import Task, Work
+from .task import Task, Trained, Work
 
 log = logging.getLogger("fedmpi")
 
@@ -179,26 +179,37 @@ def train_clients(
     counts = torch.zeros(2 + len(cohort.cids), dtype=torch.int64)
     ints = state.ints
     for i in cohort.at(rank):
-        cid, weight = cohort.cids[i], cohort.weights[i]
-        try:
-            job = task.job(state.model_N, state.ints, state.round + 1, cid, plan.work)
-            delta_N, client_ints, loss = job.finish(algorithm.local(job))
-            if not abs(loss) < MOST_LOSS:
-                raise Unusable(f"its training loss is {loss:g}")
-            tally.add(delta_N, weight)
-        except Unusable as why:
-            log.warning("round %d: client %d left out: %s", state.round + 1, cid, why)
+        weight = cohort.weights[i]
+        result = train_client(state, plan, algorithm, task, cohort.cids[i], tally)
+        if result is None:
             continue
-        except (
-            Exception
-        ):  # a client's fault must not end the run of all: out of memory, an error in a user's rule or model
-            log.exception("round %d: client %d left out: its training raised", state.round + 1, cid)
-            continue
+        tally.add(result.delta_N, weight)
         counts[0] += weight
-        counts[1] += round(loss * weight / cohort.total * LOSS_UNIT)
+        counts[1] += round(result.loss * weight / cohort.total * LOSS_UNIT)
         counts[2 + i] = 1
-        ints = torch.maximum(ints, client_ints)
+        ints = torch.maximum(ints, result.ints)
     return counts, ints
+
+
+def train_client(state: State, plan: Plan, algorithm: Algorithm, task: Task, cid: int, tally: Tally) -> Trained | None:
+    """What one client brings back, or None, with the reason in the log, where that cannot be used.
+
+    What a client's training raises (out of memory, an error in a user's rule or model) must not end the run of all.
+    """
+    number = state.round + 1
+    try:
+        job = task.job(state.model_N, state.ints, number, cid, plan.work)
+        result = job.finish(algorithm.local(job))
+        if not abs(result.loss) < MOST_LOSS:
+            raise Unusable(f"its training loss is {result.loss:g}")
+        tally.check(result.delta_N)
+    except Unusable as why:
+        log.warning("round %d: client %d left out: %s", number, cid, why)
+        return None
+    except Exception:
+        log.exception("round %d: client %d left out: its training raised", number, cid)
+        return None
+    return result
 
 
 def read_counts(counts: Tensor, cohort: Cohort) -> Delivery:
@@ -269,8 +280,7 @@ def apply(part: Part, state: State, algorithm: Algorithm, params: int, clients: 
 
 
 def count_votes(votes: Tensor) -> Tensor:
-    """The sum of |votes| of a piece. Small votes go through float32, which is exact here (2**17 * 127 < 2**24) and
-    twice as fast."""
+    """The sum of |votes| of a piece; small ones by way of float32, exact here (2**17 * 127 < 2**24) and quicker."""
     return votes.abs_().float().sum() if votes.dtype == torch.int8 else votes.abs_().sum(dtype=torch.int64)
 
 

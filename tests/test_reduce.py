@@ -52,9 +52,10 @@ def collective(case: Case, how: str, one_each: bool = False) -> Outcome | None:
                 delta = torch.zeros(padded)
                 delta[:length] = torch.from_numpy(case.deltas[i])
                 try:
-                    tally.add(delta, case.weights[i])
+                    tally.check(delta)
                 except Unusable:
                     continue
+                tally.add(delta, case.weights[i])
         weight = torch.tensor([tally.weight])
         comm.sum(weight)
         if not weight.item():

@@ -304,3 +304,14 @@ def test_same_bits_in_processes_on_any_nodes(nodes: list[int] | None, gloo) -> N
 def test_float32_in_processes_with_votes_read_off_the_sums(gloo) -> None:
     alone, _ = federate(1, algorithm("gma", "yogi", lr=0.1), plan(sum="float32"))
     gloo(5, train_on_nodes, bits(alone[0].model_N), [0, 0, 1, 1, 2], "float32")
+
+
+def test_an_error_while_folding_ends_the_run_and_is_not_taken_for_a_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a delta in the sums could not be taken back: to go on without the client would be silently wrong."""
+
+    def fold(self: Tally, delta_N: torch.Tensor, weight: int) -> None:
+        raise MemoryError("in the middle of a fold, as a test")
+
+    monkeypatch.setattr(Tally, "add", fold)
+    with pytest.raises(MemoryError, match="in the middle of a fold"):
+        federate(1, algorithm())
