@@ -86,7 +86,7 @@ class Tally:
             raise Unusable(f"its update reaches {max(-low, high):.3g}, beyond the range of {self.limit:.3g}")
 
     def add(self, delta_N: Tensor, weight: int) -> None:
-        """Fold in one client's delta, which has passed `check`. An error in here spoils the sums: it must end the run."""
+        """Fold in one client's delta, which has passed `check`. An error in here spoils the sums: it ends the run."""
         if weight < 1 or self.weight + weight > self.total:
             raise ValueError(f"weight {weight} on top of {self.weight} does not fit a cohort of {self.total}")
         fold = self._fold_exact if self.exact else self._fold_float

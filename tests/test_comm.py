@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -43,10 +44,18 @@ def contract_sent_and_shared(comm: Comm) -> None:
     check_contract(comm)
     rows = comm.rows(4, torch.int64)
     assert rows.shared == set(comm.others)
+    check_reach(comm)
     share_node(comm, node=min(comm.rank, 1))
     assert comm.node.ranks == ([0] if comm.rank == 0 else list(range(1, comm.size)))
     check_contract(comm)
     check_sharing_refused(comm)
+
+
+def check_reach(comm: Comm) -> None:
+    """A rank has no row in its reach that another rank wrote for a third one: never another client's full tensor."""
+    maps = Path("/proc/self/maps").read_text()
+    pairs = {(int(a), int(b)) for a, b in re.findall(r"/fedmpi-\w+-\d+-\d+/(\d+)-(\d+) \(deleted\)", maps)}
+    assert pairs == {(comm.rank, r) for r in comm.others} | {(r, comm.rank) for r in comm.others}
 
 
 def check_sharing_refused(comm: Comm) -> None:

@@ -1,0 +1,111 @@
+"""The documents stay true: their commands parse, their links lead somewhere, their scripts run."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import REPO, rank_environment
+from shell import sandbox, settings_of, train
+
+from fedmpi.algorithms import ALGORITHMS
+from fedmpi.masks import MASKS
+from fedmpi.options import parse, recipes
+from fedmpi.run import prepare
+
+PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md")), REPO / "CONTRIBUTING.md", REPO / "CHANGELOG.md"]
+
+
+def commands() -> list[str]:
+    """The options of every `fedmpi train` in the code blocks of the documents."""
+    found = []
+    for page in PAGES:
+        fenced = page.read_text(encoding="utf-8").split("```")[1::2]
+        lines = [line for block in fenced for line in block.replace("\\\n", " ").splitlines()]
+        found += [line.partition("fedmpi train ")[2] for line in lines if "fedmpi train " in line]
+    return found
+
+
+@pytest.mark.parametrize("command", commands())
+def test_every_command_in_the_documents_is_accepted(
+    command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    words = shlex.split(command.partition(" > ")[0], comments=True)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.yaml").write_text("tau: 0.3\n")
+    (tmp_path / "runs" / "b").mkdir(parents=True)
+    (tmp_path / "runs" / "b" / "config.yaml").write_text("tau: 0.3\n")
+    prepare(parse([word for word in words if word not in ("...", "--print_config")]))
+
+
+def test_there_are_commands_in_the_documents() -> None:
+    assert len(commands()) > 10
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        name, _, anchor = target.partition("#")
+        if name.startswith("http"):
+            continue
+        file = page.parent / name if name else page
+        assert file.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}, target
+
+
+def test_the_readme_lists_every_algorithm_and_mask() -> None:
+    rows = re.findall(r"^\| `(\w+)`", (REPO / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(rows) == set(ALGORITHMS) | set(MASKS)
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_every_recipe_is_a_sound_configuration(name: str) -> None:
+    prepare(parse(["--config", name]))
+
+
+@pytest.mark.launchers
+@pytest.mark.parametrize("send", [[], ["--send"]])
+def test_the_benchmark_of_the_collective_prints_its_ratios(send: list[str]) -> None:
+    tiny = ["--ranks", "2", "--transport", "gloo", "--parameters", "5000", "--turns", "2", "--json", *send]
+    done = subprocess.run(
+        [sys.executable, str(REPO / "benchmarks" / "collective.py"), *tiny],
+        env=rank_environment(),
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {(r["transport"], r["ranks"], r["sum"]) for r in rows} == {("gloo", 2, "float32"), ("gloo", 2, "exact")}
+    assert all(r["ratio"] > 0 and r["shared_memory"] == (not send) for r in rows)
+
+
+def test_the_script_of_the_figures_draws_runs_and_refuses_what_is_none(tmp_path: Path) -> None:
+    with sandbox():
+        train(settings_of(tmp_path / "run", rounds=3))
+    script = [sys.executable, str(REPO / "docs" / "figures.py")]
+    picture = tmp_path / "curves.png"
+    done = subprocess.run(
+        [*script, str(tmp_path / "run"), "--out", str(picture)],
+        env=rank_environment(),
+        capture_output=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    done = subprocess.run(
+        [*script, str(tmp_path), "--out", str(picture)],
+        env=rank_environment(),
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
