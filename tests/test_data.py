@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import need
 
 from fedmpi.data import DATASETS, glyphs, load, vision
 from fedmpi.data.arrays import Arrays, cache_folder, locked
@@ -34,19 +35,12 @@ REPO = Path(__file__).resolve().parents[1]
 GOLDEN = ["5c01ab5c84ed951b", "94426ace4dd1031e", "60b0c92614bc667d", "69461ad596bb922a", "5d63357afba0da59"]
 
 
-def absent(what: str) -> None:
-    """Skip, or fail where FEDMPI_REQUIRE names data."""
-    if "data" in os.environ.get("FEDMPI_REQUIRE", "").split(","):
-        pytest.fail(f"FEDMPI_REQUIRE names data, but {what}")
-    pytest.skip(what)
-
-
 @pytest.fixture
 def shared_mnist() -> Path:
     """The folder with MNIST/raw."""
     folder = Path(os.environ.get("FEDMPI_TEST_DATA", REPO.parent / "shared" / "data")) / "mnist"
-    if not (folder / "MNIST" / "raw").is_dir():
-        absent(f"no MNIST/raw is in {folder}; set FEDMPI_TEST_DATA to the folder that has mnist/MNIST/raw")
+    reason = f"no MNIST/raw is in {folder}; set FEDMPI_TEST_DATA to the folder that has mnist/MNIST/raw"
+    need("data", (folder / "MNIST" / "raw").is_dir(), reason)
     return folder
 
 
@@ -505,8 +499,7 @@ def test_mnist_is_mnist(shared_mnist: Path) -> None:
 
 def test_fmnist_of_debian_is_found(tmp_path: Path) -> None:
     assert vision.FMNIST.system is not None
-    if not vision.FMNIST.system.is_dir():
-        absent("the Debian package dataset-fashion-mnist is not installed")
+    need("data", vision.FMNIST.system.is_dir(), "the Debian package dataset-fashion-mnist is not installed")
     d = load("fmnist", str(tmp_path))
     assert d.y.bincount().tolist() == [6000] * 10
     pixels = d.x.float() / 255

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import runpy
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from types import MappingProxyType
 
 import pytest
 import setuptools
+from conftest import rank_environment
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -439,26 +439,14 @@ def launch(folder: Path, *launcher: str) -> list[dict[str, object]]:
     """What two real ranks find out about themselves."""
     probe = folder / "probe.py"
     probe.write_text(PROBE)
-    foreign = ("SLURM_", "PMI", "MPI_", "OMPI_", "SUBMITIT_", "TORCHELASTIC_")
-    clean = {name: value for name, value in os.environ.items() if name not in TORCH and not name.startswith(foreign)}
-    clean |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*launcher, str(probe), str(folder)], env=clean, capture_output=True, text=True, timeout=90)
+    command = [*launcher, str(probe), str(folder)]
+    done = subprocess.run(command, env=rank_environment(), capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stderr
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
-def need_mpi() -> str:
-    """The mpiexec beside this Python or on PATH; skips where there is none, unless FEDMPI_REQUIRE lists mpi."""
-    path = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    if path is None and "mpi" not in os.environ.get("FEDMPI_REQUIRE", "").split(","):
-        pytest.skip("no mpiexec")
-    assert path is not None, "FEDMPI_REQUIRE lists mpi but there is no mpiexec"
-    return path
-
-
 @pytest.mark.launchers
-def test_real_torchrun(tmp_path: Path) -> None:
-    need_mpi()
+def test_real_torchrun(tmp_path: Path, mpiexec: list[str]) -> None:
     ranks = launch(tmp_path, sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     assert [rank["place"] for rank in ranks] == [["torchrun", k, 2, k, 2] for k in range(2)]
     assert all(rank["meets"] for rank in ranks)
@@ -466,8 +454,8 @@ def test_real_torchrun(tmp_path: Path) -> None:
 
 
 @pytest.mark.launchers
-def test_real_mpiexec(tmp_path: Path) -> None:
-    ranks = launch(tmp_path, need_mpi(), "-n", "2", sys.executable)
+def test_real_mpiexec(tmp_path: Path, mpiexec: list[str]) -> None:
+    ranks = launch(tmp_path, *mpiexec, "-n", "2", sys.executable)
     assert [rank["place"] for rank in ranks] == [["mpi", k, 2, k, 2] for k in range(2)]
     assert all(rank["mpi"] == "agrees" and not rank["meets"] for rank in ranks)
 

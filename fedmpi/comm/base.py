@@ -69,16 +69,17 @@ class Comm(ABC):
 
     def rows(self, length: int, dtype: torch.dtype, device: torch.device | None = None) -> Rows:
         """Memory for `exchange`, a row of `length` elements for each rank. Collective; made once, not every round."""
-        mine = {r: torch.zeros(length, dtype=dtype, device=device) for r in [self.rank]}
-        theirs = dict(mine)
+
+        def private() -> Tensor:
+            return torch.zeros(length, dtype=dtype, device=device)
+
         shared = self.node.rows(length, dtype) if self.node else None
-        for r in self.others:
-            if shared and r in shared:
-                mine[r], theirs[r] = shared[r]
-            else:
-                mine[r], theirs[r] = (torch.zeros(length, dtype=dtype, device=device) for _ in range(2))
-        order = range(self.size)
-        return Rows([mine[r] for r in order], [theirs[r] for r in order], None if shared is None else frozenset(shared))
+        own = private()
+        pairs = [
+            (own, own) if r == self.rank else (shared or {}).get(r) or (private(), private()) for r in range(self.size)
+        ]
+        mine, theirs = ([pair[side] for pair in pairs] for side in (0, 1))
+        return Rows(mine, theirs, None if shared is None else frozenset(shared))
 
     def vector(self, slice_length: int, device: torch.device | None = None) -> Tensor:
         """A float32 vector of zeros for `gather`: this rank writes its slice, reads all. Collective; made once."""
