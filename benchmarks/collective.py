@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 
 from fedmpi.algorithms import Algorithm
-from fedmpi.comm import Comm, connect
+from fedmpi.comm import Comm, connect, share_node
 from fedmpi.env import find_place
 from fedmpi.local import sgd
 from fedmpi.masks import make_mask
@@ -106,7 +106,9 @@ def work(params: int, turns: int, send: int) -> None:
     """What each rank does; rank 0 prints its rows."""
     torch.set_num_threads(1)
     place = find_place(os.environ)
-    comm = connect("auto", place, torch.device("cpu"), 300.0, os.environ, share=not send)
+    comm = connect("auto", place, torch.device("cpu"), 300.0, os.environ)
+    if not send:
+        share_node(comm)
     rows = measure(comm, params, turns)
     if comm.rank == 0:
         for row in rows:
@@ -137,12 +139,19 @@ def launch(transport: str, ranks: int, params: int, turns: int, send: bool) -> l
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
+def positive(word: str) -> int:
+    """A whole number of at least 1."""
+    if not word.isdecimal() or int(word) < 1:
+        raise argparse.ArgumentTypeError(f"'{word}' must be a whole number of at least 1")
+    return int(word)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--transport", nargs="+", choices=("gloo", "mpi"), default=["gloo", "mpi"])
-    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
-    parser.add_argument("--parameters", type=int, default=11_200_000)
-    parser.add_argument("--turns", type=int, default=25, help="measurements a case; the median is printed")
+    parser.add_argument("--ranks", nargs="+", type=positive, default=[2, 4])
+    parser.add_argument("--parameters", type=positive, default=11_200_000)
+    parser.add_argument("--turns", type=positive, default=31, help="measurements a case; the median is printed")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument("--send", action="store_true", help="send between the ranks, although they are on one node")
     parser.add_argument("--rank", nargs=3, type=int, help=argparse.SUPPRESS)

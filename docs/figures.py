@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,15 @@ def label_of(cfg: dict[str, Any]) -> str:
     """A run's name in the legend: algorithm, mask, and tau where the mask has one."""
     tau = "" if cfg["mask"] == "mean" else f" ($\\tau$ = {cfg['tau']:g})"
     return f"{cfg['algorithm']}, {cfg['mask']}{tau}"
+
+
+def told_apart(runs: Sequence[Curves], folders: Sequence[Path]) -> list[Curves]:
+    """The runs, with the folder's name behind a label that several of them have."""
+    labels = [run.label for run in runs]
+    return [
+        replace(run, label=f"{run.label}, {folder.name}") if labels.count(run.label) > 1 else run
+        for run, folder in zip(runs, folders, strict=True)
+    ]
 
 
 def running_mean(values: Sequence[float], window: int = WINDOW) -> list[float]:
@@ -148,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Draw the picture; returns the exit code."""
     try:
         given = options(arguments)
-        draw([curves(folder) for folder in given.runs], given.title, given.out)
+        draw(told_apart([curves(folder) for folder in given.runs], given.runs), given.title, given.out)
     except UserError as error:
         print(f"figures: {error}", file=sys.stderr)
         return 2

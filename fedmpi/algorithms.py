@@ -14,7 +14,7 @@ from .config import Config, Local, Server
 from .errors import unknown
 from .local import LocalKnobs, LocalRule, make_local
 from .masks import Mask, make_mask
-from .server import ServerKnobs, ServerRule, make_server
+from .server import VARIANTS, ServerKnobs, ServerRule, make_server
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,13 @@ def resolve(cfg: Config) -> Config:
         return otherwise if value is None else value
 
     local = replace(cfg.local, rule=cfg.local.rule or row.local, lr=given(cfg.local.lr, row.local_lr))
+    if cfg.server.variant not in VARIANTS:
+        raise unknown("server variant", cfg.server.variant, VARIANTS)
+    variant = VARIANTS[cfg.server.variant]
     server = replace(
         cfg.server,
+        b2=given(cfg.server.b2, variant.b2),
+        eps=given(cfg.server.eps, variant.eps),
         rule=cfg.server.rule or row.server,
         lr=given(cfg.server.lr, row.server_lr),
         momentum=given(cfg.server.momentum, row.server_momentum),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import __version__
-from .errors import RunError, UserError, unknown
+from .errors import CommonError, RunError, UserError, unknown
 
 if TYPE_CHECKING:
     import torch
@@ -25,9 +25,9 @@ USAGE = f"""fedmpi {__version__}: {ABOUT}
 
 commands:
   train     train a model; 'fedmpi train --help' lists every knob
-  compare   a table of finished runs: 'fedmpi compare RUN [RUN ...]'
+  compare   a table of runs: 'fedmpi compare RUN [RUN ...]'
 
-several ranks:
+several ranks (more, and Slurm, in docs/guide.md):
   torchrun --standalone --nproc-per-node=2 -m fedmpi train ...
   mpiexec -n 2 python -m mpi4py -m fedmpi train --comm mpi ...
 """
@@ -55,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def complain(sentence: str) -> None:
-    print(f"fedmpi: {sentence}", file=sys.stderr, flush=True)
+    sys.stderr.write(f"fedmpi: {sentence}\n")  # in one piece: several ranks may write
+    sys.stderr.flush()
 
 
 def train(arguments: list[str]) -> int:
@@ -79,28 +80,32 @@ def train(arguments: list[str]) -> int:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
         comm = connect(cfg.comm, place, device, cfg.timeout, os.environ)
-    except UserError as error:  # the same on every rank: said once
-        if place.rank == 0:
-            complain(str(error))
-        else:
-            time.sleep(1)  # a launcher ends all ranks when the first one leaves: let rank 0 speak
+    except UserError as error:
+        # Nearly always the same on every rank, and then rank 0's word is enough: launchers end all ranks when the first
+        # one leaves, so the others wait for that. Who is still there has found something that rank 0 has not.
+        if place.rank:
+            time.sleep(5)
+        complain(f"rank {place.rank}: {error}" if place.rank else str(error))
         return 2
     return on_this_rank(prepared, comm, place, device)
 
 
 def on_this_rank(prepared: Prepared, comm: Comm, place: Place, device: torch.device) -> int:
     """Run and leave in good order; a fault on one rank ends all of them."""
+    from .comm import share_node
     from .run import run
 
     who = f"rank {comm.rank}: " if comm.size > 1 else ""
     try:
+        if device.type == "cpu":
+            share_node(comm)
         run(prepared, comm, place, device, os.environ)
-    except UserError as error:  # raised on every rank alike
+    except (UserError, CommonError) as error:  # raised on every rank alike
         if comm.rank == 0:
             complain(str(error))
         comm.barrier()
         comm.close()
-        return 2
+        return 2 if isinstance(error, UserError) else 1
     except RunError as error:
         complain(who + str(error))
         comm.abort(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ COLUMNS = (
     "last loss",
     "kept",
     "agreement",
-    "MB sent",
+    "MB moved",
     "s a round",
 )
 
@@ -52,7 +53,7 @@ def cells(folder: Path, cfg: dict[str, Any], rounds: list[dict[str, Any]]) -> tu
     best = max((r["test_accuracy"] for r in tested), default=None)
     last = tested[-1] if tested else {"test_accuracy": None, "test_loss": None}
     mask = cfg["mask"] if cfg["mask"] == "mean" else f"{cfg['mask']} {cfg['tau']:g}"
-    middle = sorted(sum(r["seconds"].values()) for r in rounds)[len(rounds) // 2]
+    middle = statistics.median(sum(r["seconds"].values()) for r in rounds) if rounds else None
     return (
         str(folder),
         cfg["algorithm"],
@@ -79,13 +80,11 @@ def read(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         raise UserError(
             f"'{folder}' is no run folder that can be read ({why}); give the --out of a training run"
         ) from None
-    if not rounds:
-        raise UserError(f"'{folder}' has no finished round yet; wait for the first")
     return cfg, rounds
 
 
-def mean(rounds: list[dict[str, Any]], key: str) -> float:
-    return float(sum(r[key] for r in rounds) / len(rounds))
+def mean(rounds: list[dict[str, Any]], key: str) -> float | None:
+    return statistics.fmean(r[key] for r in rounds) if rounds else None
 
 
 def number(value: float | None, form: str) -> str:

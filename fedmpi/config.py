@@ -16,9 +16,11 @@ from typing import Any
 from .errors import UserError
 
 
-def knob(default: Any, low: float = -math.inf, high: float = math.inf, open_low: bool = False) -> Any:
-    """A field with bounds; `open_low` leaves the lower bound itself out."""
-    return field(default=default, metadata={"low": low, "high": high, "open_low": open_low})
+def knob(
+    default: Any, low: float = -math.inf, high: float = math.inf, open_low: bool = False, open_high: bool = False
+) -> Any:
+    """A field with bounds; `open_low` and `open_high` leave the bound itself out."""
+    return field(default=default, metadata={"low": low, "high": high, "open_low": open_low, "open_high": open_high})
 
 
 @dataclass(frozen=True)
@@ -31,11 +33,11 @@ class Local:
     """learning rate eta_l; null: the algorithm's own"""
     epochs: int = knob(1, low=1)
     """passes over the client's samples"""
-    steps: int | None = knob(None, low=1)
+    steps: int | None = knob(None, low=1, high=2**31 - 1)
     """batches a round, instead of epochs"""
-    batch: int = knob(32, low=1)
+    batch: int = knob(32, low=1, high=2**31 - 1)
     """samples a batch"""
-    momentum: float = knob(0.9, low=0, high=1)
+    momentum: float = knob(0.9, low=0, high=1, open_high=True)
     """momentum rho of the client's SGD; starts at zero every round"""
     weight_decay: float = knob(0.0, low=0)
     """weight decay of the client's SGD"""
@@ -49,11 +51,11 @@ class Server:
     """sgd, adam, yogi or adagrad; null: the algorithm's own"""
     lr: float | None = knob(None, low=0, open_low=True)
     """learning rate eta_g; null: the algorithm's own"""
-    momentum: float | None = knob(None, low=0, high=1)
+    momentum: float | None = knob(None, low=0, high=1, open_high=True)
     """momentum of the rule sgd; null: the algorithm's own"""
-    b1: float = knob(0.9, low=0, high=1)
+    b1: float = knob(0.9, low=0, high=1, open_high=True)
     """decay of the first moment"""
-    b2: float | None = knob(None, low=0, high=1)
+    b2: float | None = knob(None, low=0, high=1, open_high=True)
     """decay of the second moment; null: the variant's own"""
     eps: float | None = knob(None, low=0, open_low=True)
     """constant beside the root; null: the variant's own"""
@@ -70,7 +72,7 @@ class Skew:
 
     classes: int = knob(2, low=1)
     """classes a client (split classes)"""
-    noise: float = knob(0.0, low=0, high=1)
+    noise: float = knob(0.0, low=0, high=1, open_high=True)
     """share of a client's samples from other classes (split classes)"""
     alpha: float = knob(0.1, low=0, open_low=True)
     """concentration of the labels (split dirichlet): small is heterogeneous"""
@@ -84,7 +86,7 @@ class Eval:
 
     every: int = knob(1, low=1)
     """rounds between evaluations; the last round is always scored"""
-    batch: int = knob(500, low=1)
+    batch: int = knob(500, low=1, high=2**31 - 1)
     """images scored at once"""
 
 
@@ -99,7 +101,7 @@ class Config:
     tau: float = knob(0.4, low=0, high=1)
     """agreement from which on a step is taken in full; 0 is plain averaging"""
     data: str = "glyphs"
-    """glyphs (embedded), mnist or fmnist"""
+    """glyphs (generated), mnist or fmnist"""
     data_root: str | None = None
     """folder of the data sets; null: $FEDMPI_DATA, else the user's cache"""
     split: str = "classes"
@@ -122,9 +124,9 @@ class Config:
     """transport: torch (gloo, nccl), mpi, or auto by the launcher"""
     sum: str = "exact"
     """exact (the same bits on any number of ranks) or float32 (half the bytes of the sums)"""
-    timeout: float = knob(600.0, low=0, open_low=True)
+    timeout: float = knob(600.0, low=0, open_low=True, high=1e7)
     """seconds after which a rank that does not answer ends the run"""
-    threads: int | None = knob(None, low=1)
+    threads: int | None = knob(None, low=1, high=256)
     """threads a rank; null: the node's cores shared by its ranks. Equal bits need equal threads"""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N"""
@@ -158,15 +160,19 @@ def check_bounds(part: Any, prefix: str) -> None:
         elif value is None and "None" not in str(f.type):
             raise UserError(f"--{prefix}{f.name} is null; it must have a value, and {f.default} is the default")
         elif "low" in f.metadata and value is not None:
-            low, high, open_low = f.metadata["low"], f.metadata["high"], f.metadata["open_low"]
             if abs(value) == math.inf:
                 raise UserError(f"--{prefix}{f.name} is {value}; it must be a finite number")
-            if not low <= value <= high or (open_low and value == low):
-                raise UserError(f"--{prefix}{f.name} is {value}; it must be {interval(low, high, open_low)}")
+            if not within(value, **f.metadata):
+                raise UserError(f"--{prefix}{f.name} is {value}; it must be {interval(**f.metadata)}")
 
 
-def interval(low: float, high: float, open_low: bool) -> str:
+def within(value: float, low: float, high: float, open_low: bool, open_high: bool) -> bool:
+    """Whether a value keeps its bounds."""
+    return low <= value <= high and not (open_low and value == low) and not (open_high and value == high)
+
+
+def interval(low: float, high: float, open_low: bool, open_high: bool) -> str:
     """Bounds in words."""
     if high == math.inf:
         return f"above {low:g}" if open_low else f"at least {low:g}"
-    return f"in {'(' if open_low else '['}{low:g}, {high:g}]"
+    return f"in {'(' if open_low else '['}{low:g}, {high:g}{')' if open_high else ']'}"

@@ -19,9 +19,20 @@ class RunError(RuntimeError):
     """A fault while running, told in one sentence: exit code 1."""
 
 
+class CommonError(RunError):
+    """A fault that every rank raises in the same words at the same point, so that all can leave in good order."""
+
+
 def unknown(kind: str, given: str, known: Iterable[str]) -> UserError:
     """The error for a name that is not in a table, with the nearest match where there is one."""
     names = sorted(known)
-    near = difflib.get_close_matches(given, names, n=1)
-    hint = f"did you mean '{near[0]}'? " if near else ""
+    near = nearest(given, names)
+    hint = f"did you mean '{near}'? " if near else ""
     return UserError(f"unknown {kind} '{given}'; {hint}known: {', '.join(names)}")
+
+
+def nearest(given: str, known: Iterable[str]) -> str | None:
+    """The known name that was probably meant, if any is near enough: 'resnet' does not mean 'lenet'."""
+    names = list(known)
+    shuffled = (name for name in names if sorted(name) == sorted(given))
+    return next(shuffled, None) or next(iter(difflib.get_close_matches(given, names, n=1, cutoff=0.75)), None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -89,11 +90,12 @@ def line(report: Report, rounds: int) -> str:
     seconds = report.seconds
     test = "" if report.test_accuracy is None else f"  acc {report.test_accuracy:.4f}  loss {report.test_loss:.4f}"
     dropped = f"  dropped {len(report.dropped)}" if report.dropped else ""
+    scoring = f"  eval {seconds['eval']:.2f}s" if "eval" in seconds else ""
     talk = seconds["reduce"] + seconds["server"] + seconds["gather"]
     return (
         f"round {report.round:>{len(str(rounds))}}/{rounds}{test}  train {report.train_loss:.4f}"
         f"  kept {report.kept:.2f}  agree {report.agreement:.2f}{dropped}"
-        f"  local {seconds['local']:.2f}s  wait {seconds['wait']:.2f}s  comm {talk:.2f}s"
+        f"  local {seconds['local']:.2f}s  wait {seconds['wait']:.2f}s  comm {talk:.2f}s{scoring}"
     )
 
 
@@ -107,10 +109,15 @@ class Log:
         self.bar = tqdm(total=rounds, unit="round", disable=not terminal, leave=False, dynamic_ncols=True)
 
     def say(self, text: str) -> None:
-        """A line on standard output, above the bar."""
-        if self.speaks:
+        """A line on standard output, above the bar; where nobody reads it any more, the run goes on in silence."""
+        if not self.speaks:
+            return
+        try:
             tqdm.write(text)
             sys.stdout.flush()
+        except BrokenPipeError:
+            self.speaks = False
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it exits
 
     def round(self, report: Report) -> None:
         """Show and keep one round."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import re
 import reprlib
 from collections.abc import Iterable
@@ -20,7 +19,7 @@ import jsonargparse
 import yaml
 
 from .config import Config
-from .errors import UserError
+from .errors import UserError, nearest
 
 ABOUT = "Train a model by federated learning. null means: chosen by the algorithm or by the machine."
 
@@ -74,8 +73,8 @@ def find_file(name: str) -> Path:
     if name in recipes() and not path.is_file():
         path = recipes()[name]
     elif not path.exists():
-        near = difflib.get_close_matches(name, recipes(), n=1)
-        hint = f"did you mean '{near[0]}'? " if near else ""
+        near = nearest(name, recipes())
+        hint = f"did you mean '{near}'? " if near else ""
         raise UserError(f"--config '{name}' is neither a file nor a recipe; {hint}recipes: {', '.join(recipes())}")
     check_file(path)
     return path
@@ -116,8 +115,9 @@ def knobs(part: Any, prefix: str = "") -> dict[str, Any]:
 
 def unknown_option(given: str, known: Iterable[str], where: str = "") -> str:
     """The sentence for an option that there is not: what it may be short for, or the nearest one."""
-    near = [k for k in known if k.startswith(given)] or difflib.get_close_matches(given, known, n=1)
-    hint = f"did you mean '{near[0]}'?" if near else "'fedmpi train --help' lists what there is"
+    known = list(known)
+    near = next((k for k in known if k.startswith(given)), None) or nearest(given, known)
+    hint = f"did you mean '{near}'?" if near else "'fedmpi train --help' lists what there is"
     return f"unknown option '{given}'{where}; {hint}"
 
 

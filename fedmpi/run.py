@@ -10,8 +10,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
 import math
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +38,8 @@ from .seeds import torch_seed
 from .tally import SUMS
 from .task import Task, Work
 from .train import Plan, Report, State, begin, rounds
+
+warnings = logging.getLogger("fedmpi")
 
 CONFIG, FINISHED, MODEL = "config.yaml", "finished.json", "model.safetensors"
 
@@ -65,7 +69,8 @@ def prepare(cfg: Config) -> Prepared:
 def run(prepared: Prepared, comm: Comm, place: Place, device: torch.device, environ: Mapping[str, str]) -> Report:
     """Train, and leave a finished run folder; returns the last round's report. Collective."""
     cfg = prepared.cfg
-    same_everywhere(cfg, comm)
+    same_everywhere("configuration", json.dumps(dataclasses.asdict(cfg), sort_keys=True).encode(), comm)
+    check_threads(comm)
     with agreed(comm):
         if comm.rank == 0:
             check_folder(prepared.out)
@@ -74,8 +79,10 @@ def run(prepared: Prepared, comm: Comm, place: Place, device: torch.device, envi
         task = make_task(prepared, arrays, partition, comm.size, device)
         if comm.rank == 0:
             make_folder(prepared.out)
-            environment = describe(place, environ, torch.get_num_threads(), str(device))
-            describe_run(prepared.out, cfg, arrays, partition, environment)
+            threads = torch.get_num_threads()  # in the configuration too: a run is repeated by its config.yaml
+            environment = describe(place, environ, threads, str(device))
+            describe_run(prepared.out, replace(cfg, threads=threads), arrays, partition, environment)
+    same_everywhere("data set or split of it", partition.order.tobytes() + arrays.y.numpy().tobytes(), comm)
     plan = Plan(
         cfg.seed,
         cfg.rounds,
@@ -107,15 +114,23 @@ def scored(report: Report, task: Task, state: State, comm: Comm, block: int) -> 
     return replace(report, test_accuracy=score.accuracy, test_loss=score.loss, seconds=seconds)
 
 
-def same_everywhere(cfg: Config, comm: Comm) -> None:
-    """Refuse ranks that were started with different configurations. Collective."""
-    digest = hashlib.sha256(json.dumps(dataclasses.asdict(cfg), sort_keys=True).encode()).digest()
+def same_everywhere(what: str, fingerprint: bytes, comm: Comm) -> None:
+    """Refuse ranks that differ in something that must be the same on all. Collective."""
     rows = torch.zeros(comm.size, dtype=torch.int64)
-    rows[comm.rank] = int.from_bytes(digest[:7], "big")
+    rows[comm.rank] = int.from_bytes(hashlib.sha256(fingerprint).digest()[:7], "big")
     comm.sum(rows)
     odd = [rank for rank in range(comm.size) if rows[rank] != rows[0]]
     if odd:
-        raise UserError(f"ranks {odd} were started with another configuration than rank 0; start all with the same one")
+        raise UserError(f"ranks {odd} have another {what} than rank 0; give all ranks the same")
+
+
+def check_threads(comm: Comm) -> None:
+    """Warn where the ranks' numbers of threads differ: the bits then depend on who trains whom. Collective."""
+    rows = torch.zeros(comm.size, dtype=torch.int64)
+    rows[comm.rank] = torch.get_num_threads()
+    comm.sum(rows)
+    if comm.rank == 0 and len(set(rows.tolist())) > 1:
+        warnings.warning("ranks have %s threads; equal bits need equal ones: give --threads", rows.tolist())
 
 
 def check_folder(out: Path) -> None:
@@ -132,8 +147,8 @@ def check_folder(out: Path) -> None:
 def make_folder(out: Path) -> None:
     """Make the run folder, private to the user."""
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        out.chmod(0o700)
+        out.mkdir(mode=0o700, parents=True, exist_ok=True)
+        shutil.rmtree(out / "tensorboard", ignore_errors=True)  # of an unfinished run that is started over
         probe = out / ".writable"
         probe.touch()
         probe.unlink()

@@ -6,8 +6,8 @@ server adds. The moments see the unmasked d and the mask scales the step that is
 d to be masked before (then it is not masked again). Rules are elementwise, so a rank keeps the moments of its own
 slice only, and buffers of the model never come here.
 
-Only operations that round each element by itself in one IEEE step are used (no fused multiply-add): an element's bits
-must not depend on where in a slice it lies.
+Only operations that round each element by itself are used (no fused multiply-add): an element's bits must not depend
+on where in a slice it lies. On different kinds of processor torch's square root may differ in its last bit.
 
 A rule names its moments with their start values and does one step in place. To add one, write it and give it a row in
 `RULES`.

@@ -28,7 +28,7 @@ from torch import Tensor
 from .algorithms import Algorithm
 from .cohort import Cohort, draw
 from .comm import Comm
-from .errors import RunError
+from .errors import CommonError
 from .reduce import Part, reduce
 from .tally import Tally, Unusable
 from .task import Task, Trained, Work
@@ -220,8 +220,8 @@ def read_counts(counts: Tensor, cohort: Cohort) -> Delivery:
     return Delivery(weight, loss / LOSS_UNIT * cohort.total / max(weight, 1), used, dropped)
 
 
-def too_few(number: int, plan: Plan, delivery: Delivery) -> RunError:
-    return RunError(
+def too_few(number: int, plan: Plan, delivery: Delivery) -> CommonError:
+    return CommonError(
         f"round {number}: {len(delivery.used)} of {plan.cohort} clients delivered a usable update, but min_clients is "
         f"{plan.min_clients}; left out: {', '.join(map(str, delivery.dropped))}. The log of their ranks tells why; "
         "a lower --local.lr often helps"

@@ -15,6 +15,7 @@ fail() { printf 'setup: %s\n' "$*" >&2; exit 2; }
 
 case $extra in
     test | dev) ;;
+    -h | --help) sed -n '2,5s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
     *) fail "unknown extra '$extra'; known: dev, test" ;;
 esac
 

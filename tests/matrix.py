@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-from fedmpi.comm import connect
+from fedmpi.comm import connect, share_node
 from fedmpi.env import find_place
 from fedmpi.options import parse
 from fedmpi.run import prepare, run
@@ -21,6 +21,7 @@ def main(out: str, which: str) -> None:
     torch.set_num_threads(1)
     place, cpu = find_place(os.environ), torch.device("cpu")
     comm = connect(which, place, cpu, 60.0, os.environ)
+    share_node(comm)
     for algorithm, mask in COMBINATIONS:
         options = ["--algorithm", algorithm, "--mask", mask, "--out", f"{out}/{algorithm}-{mask}"]
         run(prepare(parse([*SMALL, *options])), comm, place, cpu, os.environ)

@@ -277,7 +277,7 @@ def test_abbreviations_are_refused(short: str, capsys: pytest.CaptureFixture[str
         ("local.rule", "sdg", "sgd"),
         ("server.rule", "adagrat", "adagrad"),
         ("server.variant", "redi", "reddi"),
-        ("device", "cqu", "cpu"),
+        ("device", "cup", "cpu"),
     ],
 )
 def test_an_unknown_name_is_told_its_neighbour_and_leaves_nothing(
@@ -341,9 +341,9 @@ def ended(arguments: list[str]) -> int | str | None:
 
 
 def test_a_round_without_usable_clients_is_a_fault_in_one_sentence(
-    ends: None, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert ended(["train", *QUICK, "--out", "run", "--local.lr", "1e38"]) == 1
+    assert main(["train", *QUICK, "--out", "run", "--local.lr", "1e38"]) == 1
     said = capsys.readouterr().err.splitlines()
     assert all(line.startswith("WARNING: round 1: client ") for line in said[:-1]) and len(said) == 5
     assert said[-1].startswith("fedmpi: round 1: 0 of 4 clients delivered a usable update, but min_clients is 1")
@@ -371,12 +371,17 @@ def test_a_fault_of_the_program_shows_its_traceback(
     assert "Traceback" in err and "ZeroDivisionError: made for this test" in err
 
 
-def test_a_mistake_that_every_rank_makes_is_said_by_rank_0_only(
+def test_a_mistake_is_said_by_rank_0_at_once_and_by_others_when_nobody_has_ended_them(
     patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    patch.setattr("fedmpi.env.find_place", lambda environ: fedmpi.env.Place("torchrun", 1, 2, 1, 2))
-    assert main(["train", "--tau", "2"]) == 2
-    assert capsys.readouterr().err == ""
+    said: list[str] = []
+    patch.setattr("time.sleep", lambda seconds: said.append(capsys.readouterr().err))
+    for rank, sentence, before in ((0, "--tau is 2.0", []), (1, "rank 1: --tau is 2.0", [""])):
+        place = fedmpi.env.Place("torchrun", rank, 2, rank, 2)
+        patch.setattr("fedmpi.env.find_place", lambda environ, place=place: place)
+        assert main(["train", "--tau", "2"]) == 2
+        assert said == before, "others wait before they speak"
+        assert capsys.readouterr().err == f"fedmpi: {sentence}; it must be in [0, 1]\n"
 
 
 def test_compare_needs_a_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import rank_environment
+from conftest import _gloo_rank, rank_environment
 from contract import check_contract
 
-from fedmpi.comm import Comm, SoloComm, pick
+from fedmpi.comm import Comm, SoloComm, node, pick
 from fedmpi.comm.mpi import host_view
 from fedmpi.comm.node import create, share_node
 from fedmpi.comm.threads import run_threads
@@ -119,6 +119,35 @@ def die(comm: Comm, culprit: int) -> None:
     assert time.monotonic() - started < 45, "a death is noticed by the closed connection, not by the timeout of 60 s"
 
 
+def vanish(comm: Comm) -> None:
+    """The last rank is gone while memory is being shared; the others end with an error and clean up."""
+    share_node(comm)
+    assert comm.node is not None
+    if comm.rank == comm.size - 1:
+        node.attach = lambda *_: os._exit(7)
+    with pytest.raises(RunError, match="did not answer"):
+        comm.rows(10, torch.float32)
+    if comm.node.leads:
+        assert not list(Path("/dev/shm").glob(comm.node.folder.name + "*"))
+
+
+@pytest.mark.processes
+def test_a_rank_that_vanishes_leaves_no_shared_memory_behind(tmp_path: Path) -> None:
+    assert run_ranks(3, vanish, tmp_path) == [0, 0, 7]
+
+
+def run_ranks(size: int, work: Callable[..., None], folder: Path, *args: object) -> list[int | None]:
+    """The exit codes of ranks that are not ended when one of them is: what `spawn` would do before they can tell."""
+    context = torch.multiprocessing.get_context("spawn")
+    meeting = str(folder / "meeting")
+    ranks = [context.Process(target=_gloo_rank, args=(r, size, meeting, 60.0, work, args)) for r in range(size)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(90)
+    return [process.exitcode for process in ranks]
+
+
 @pytest.mark.processes
 def test_gloo_names_the_rank_that_hangs(gloo: Callable[..., None]) -> None:
     gloo(3, hang, 1, timeout=2.0)
@@ -126,17 +155,7 @@ def test_gloo_names_the_rank_that_hangs(gloo: Callable[..., None]) -> None:
 
 @pytest.mark.processes
 def test_gloo_names_the_rank_that_died(tmp_path: Path) -> None:
-    # Not through the fixture: spawn ends the survivors as soon as one process dies, before they can tell.
-    context = torch.multiprocessing.get_context("spawn")
-    from conftest import _gloo_rank
-
-    meeting = str(tmp_path / "meeting")
-    ranks = [context.Process(target=_gloo_rank, args=(r, 3, meeting, 60.0, die, (2,))) for r in range(3)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(90)
-    assert [process.exitcode for process in ranks] == [0, 0, -signal.SIGKILL]
+    assert run_ranks(3, die, tmp_path, 2) == [0, 0, -signal.SIGKILL]
 
 
 HANG_MPI = """

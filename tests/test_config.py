@@ -48,14 +48,15 @@ def number(f: Field[Any]) -> str | None:
 
 def edges(f: Field[Any]) -> tuple[list[float], list[float]]:
     """Values just inside and just outside a field's bounds."""
-    low, high, open_low = f.metadata["low"], f.metadata["high"], f.metadata["open_low"]
+    low, high, open_low, open_high = (f.metadata[k] for k in ("low", "high", "open_low", "open_high"))
 
     def beside(bound: float, towards: float) -> float:
         return bound + math.copysign(1, towards) if number(f) == "int" else math.nextafter(bound, towards)
 
     inside, outside = ([beside(low, math.inf)], [low]) if open_low else ([low], [beside(low, -math.inf)])
     if high < math.inf:
-        inside, outside = [*inside, high], [*outside, beside(high, math.inf)]
+        inside += [beside(high, -math.inf) if open_high else high]
+        outside += [high if open_high else beside(high, math.inf)]
     return inside, outside
 
 
@@ -99,7 +100,7 @@ def test_no_knob_takes_what_is_no_finite_number(name: str, value: float) -> None
         ("tau", 1.5, "in [0, 1]"),
         ("tau", -0.1, "in [0, 1]"),
         ("local.lr", 0, "above 0"),
-        ("local.momentum", 1.01, "in [0, 1]"),
+        ("local.momentum", 1.0, "in [0, 1)"),
         ("server.lr", -1, "above 0"),
         ("rounds", 0, "at least 1"),
         ("seed", -1, "at least 0"),
@@ -200,7 +201,7 @@ def configs(draw: st.DrawFn) -> Config:
                 drawn = (
                     st.integers(int(low), int(high))
                     if number(f) == "int"
-                    else st.floats(low, high, exclude_min=f.metadata["open_low"])
+                    else st.floats(low, high, exclude_min=f.metadata["open_low"], exclude_max=f.metadata["open_high"])
                 )
                 changes[f.name] = draw(drawn | st.none() if default is None else drawn)
             elif isinstance(default, bool):

@@ -329,12 +329,16 @@ def test_the_root_may_come_from_the_environment(tmp_path: Path, monkeypatch: pyt
 def test_fmnist_is_found_in_the_system_and_root_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raw = put(tmp_path / "system", packed=True)
     monkeypatch.setattr(vision, "FMNIST", vision.FMNIST._replace(system=raw))
-    assert len(load("fmnist", str(tmp_path / "root")).x) == 6
+    monkeypatch.setenv("FEDMPI_DATA", str(tmp_path / "root"))
+    assert len(load("fmnist").x) == 6
     assert not (tmp_path / "root").exists()
+    monkeypatch.setenv("FEDMPI_OFFLINE", "1")
+    with pytest.raises(UserError, match="data set 'fmnist' is not under"):
+        load("fmnist", str(tmp_path / "root"))  # who names a folder means that folder
     mine = put(tmp_path / "root", packed=False, folder="FashionMNIST")
     (mine / vision.FILES[0]).write_bytes(contents(n=2)[0])
     (mine / vision.FILES[1]).write_bytes(contents(n=2)[1])
-    assert len(load("fmnist", str(tmp_path / "root")).x) == 2
+    assert len(load("fmnist").x) == len(load("fmnist", str(tmp_path / "root")).x) == 2
 
 
 @pytest.mark.parametrize(
@@ -497,10 +501,10 @@ def test_mnist_is_mnist(shared_mnist: Path) -> None:
     assert (d.mean, d.std) == ((0.1307,), (0.3081,))
 
 
-def test_fmnist_of_debian_is_found(tmp_path: Path) -> None:
+def test_fmnist_of_debian_is_found() -> None:
     assert vision.FMNIST.system is not None
     need("data", vision.FMNIST.system.is_dir(), "the Debian package dataset-fashion-mnist is not installed")
-    d = load("fmnist", str(tmp_path))
+    d = load("fmnist")
     assert d.y.bincount().tolist() == [6000] * 10
     pixels = d.x.float() / 255
     assert (pixels.mean().item(), pixels.std().item()) == (

@@ -57,7 +57,7 @@ def scalars(folder: Path) -> dict[str, dict[int, float]]:
 def test_a_round_in_one_line() -> None:
     assert line(report(), 200) == (
         "round   3/200  acc 0.7131  loss 0.9125  train 1.2500  kept 0.38  agree 0.50"
-        "  local 4.81s  wait 0.90s  comm 0.12s"
+        "  local 4.81s  wait 0.90s  comm 0.12s  eval 0.50s"
     )
 
 

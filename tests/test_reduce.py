@@ -116,7 +116,9 @@ def check(case: Case, how: str) -> None:
     size = abs(case.deltas[case.usable]).max(0)  # rounding is relative to the terms, not to what is left of them
     per_term = np.maximum(2.0**-FRACTION_BITS, size * 2.0**-52) if how == "exact" else size * 2.0**-24
     weight = sum(case.weights) / sum(case.weights[i] for i in case.usable)
-    tolerance = (len(case.weights) + 1) * per_term * weight + abs(mean) * 2.0**-22 + 1e-44
+    tolerance = (
+        (len(case.weights) + 1) * per_term * weight + abs(mean) * 2.0 ** (-23 if how == "exact" else -22) + 1e-44
+    )
     assert (abs(outcome.mean.numpy() - mean) <= tolerance).all()
 
 

@@ -6,6 +6,8 @@ import hashlib
 import json
 import math
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
+from conftest import rank_environment
 from safetensors.torch import load_file
 from shell import ALONE, CLASSES, CPU, SIDE, metrics, sandbox, settings_of, tiny, train, without_seconds
 
@@ -152,7 +155,9 @@ def test_the_written_configuration_is_the_resolved_one(tmp_path: Path) -> None:
     assert (written["local"]["rule"], written["local"]["lr"]) == (row.local, row.local_lr)
     assert (written["server"]["rule"], written["server"]["lr"]) == (row.server, row.server_lr)
     assert written["server"]["momentum"] == row.server_momentum
-    assert parse(["--config", str(tmp_path / "config.yaml")]) == prepare(cfg).cfg
+    assert (written["server"]["b2"], written["server"]["eps"]) == (0.99, 1e-3)
+    threads = torch.get_num_threads()  # the machine's choice is written down too: it decides the bits
+    assert parse(["--config", str(tmp_path / "config.yaml")]) == replace(prepare(cfg).cfg, threads=threads)
 
 
 # What repeats
@@ -349,14 +354,27 @@ def test_a_model_that_has_diverged_is_scored_as_null(tmp_path: Path, patch: pyte
 def test_ranks_started_differently_are_refused_on_all_of_them() -> None:
     def work(comm: Comm) -> str:
         try:
-            same_everywhere(replace(Config(), seed=int(comm.rank == 2)), comm)
+            same_everywhere("configuration", b"seed 1" if comm.rank == 2 else b"seed 0", comm)
         except UserError as error:
             return str(error)
         return "went on"
 
     said = run_threads(3, work)
-    assert said == ["ranks [2] were started with another configuration than rank 0; start all with the same one"] * 3
+    assert said == ["ranks [2] have another configuration than rank 0; give all ranks the same"] * 3
 
 
 def test_ranks_started_alike_go_on() -> None:
-    assert run_threads(3, lambda comm: same_everywhere(Config(), comm)) == [None] * 3
+    assert run_threads(3, lambda comm: same_everywhere("configuration", b"seed 0", comm)) == [None] * 3
+
+
+def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path: Path) -> None:
+    """`fedmpi train ... | head -n 1`"""
+    options = "--rounds 2 --clients 20 --cohort 2 --local.steps 1 --threads 1 --log none".split()
+    command = [sys.executable, "-m", "fedmpi", "train", *options, "--out", str(tmp_path / "run")]
+    job = subprocess.Popen(command, env=rank_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    job.stdout.readline()
+    job.stdout.close()
+    with job.stderr:
+        said = job.stderr.read()
+    assert job.wait(60) == 0, said
+    assert said == "" and (tmp_path / "run" / "finished.json").exists()

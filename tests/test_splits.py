@@ -201,7 +201,7 @@ def test_natural_is_one_owner_each() -> None:
 @pytest.mark.parametrize(
     ("request_", "words"),
     [
-        ({"name": "idd"}, "unknown split 'idd'; did you mean 'iid'"),
+        ({"name": "idi"}, "unknown split 'idi'; did you mean 'iid'"),
         ({"clients": 0}, "0 clients"),
         ({"clients": 6001}, "only 6000 samples"),
         ({"clients": 3001, "min_samples": 2}, "only 6000 samples"),
@@ -210,7 +210,7 @@ def test_natural_is_one_owner_each() -> None:
         ({"y": np.array([0, -1])}, "whole numbers"),
         ({"name": "classes", "classes_per_client": 11}, "use 1 to 10"),
         ({"name": "classes", "classes_per_client": 0}, "use 1 to 10"),
-        ({"name": "classes", "clients": 6000}, "fewer clients or fewer classes_per_client"),
+        ({"name": "classes", "clients": 6000}, "fewer clients or fewer classes a client"),
         ({"name": "classes", "noise": 1.0}, "noise = 1.0"),
         ({"name": "classes", "noise": -0.1}, "noise = -0.1"),
         ({"name": "classes", "noise": 0.1, "classes_per_client": 10}, "which are all"),

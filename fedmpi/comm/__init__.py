@@ -12,7 +12,7 @@ from .base import Comm, Rows, agreed
 from .node import share_node
 from .solo import SoloComm
 
-__all__ = ["Comm", "Rows", "SoloComm", "agreed", "connect", "pick"]
+__all__ = ["Comm", "Rows", "SoloComm", "agreed", "connect", "pick", "share_node"]
 
 TRANSPORTS = ("auto", "torch", "mpi")
 
@@ -28,25 +28,18 @@ def pick(which: str, place: Place) -> str:
     return "mpi" if which == "auto" and place.launcher == "mpi" else "torch"
 
 
-def connect(
-    which: str, place: Place, device: torch.device, timeout: float, environ: Mapping[str, str], share: bool = True
-) -> Comm:
+def connect(which: str, place: Place, device: torch.device, timeout: float, environ: Mapping[str, str]) -> Comm:
     """This rank's end of the transport `which` (auto, torch, mpi). Collective: returns when every rank has come.
 
-    Ranks of one node share memory instead of sending, unless they compute on devices of their own or `share` is off.
+    Until `share_node` is called, ranks of one node send to each other too.
     """
     transport = pick(which, place)
     if transport == "solo":
         return SoloComm()
-    comm: Comm
     if transport == "mpi":
         from .mpi import connect_mpi
 
-        comm = connect_mpi(place, timeout)
-    else:
-        from .torch import connect_torch
+        return connect_mpi(place, timeout)
+    from .torch import connect_torch
 
-        comm = connect_torch(place, device, timeout, environ)
-    if share and device.type == "cpu":
-        share_node(comm)
-    return comm
+    return connect_torch(place, device, timeout, environ)

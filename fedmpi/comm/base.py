@@ -9,7 +9,7 @@
 The two heavy verbs work on memory that the transport made: `rows` has one row for each rank, `vector` one slice for
 each rank. Between ranks of one node that memory is shared (`node.py`) and nothing is copied; between nodes it travels
 point to point. So after an `exchange` or a `gather`, what others wrote may be read, and what is offered to others must
-be left alone, until the next verb.
+be left alone, until the next sum, gather or barrier.
 
 Arithmetic on large vectors is not done here: a transport brings slices within reach, `reduce.py` adds them up, so that
 there is one sum and not one a transport. All verbs are collective: every rank calls them in the same order. A verb that

@@ -94,8 +94,10 @@ class MpiComm(Comm):
                 self.world.Recv(word, status.Get_source(), status.Get_tag())
                 silent.discard(status.Get_source())
             time.sleep(0.05)
-        which = "rank " + ", ".join(map(str, sorted(silent))) if silent else "no rank is silent, but one"
-        return f"{which} of {self.size} did not answer: hung for longer than the timeout of {self.timeout:g} s"
+        if not silent:
+            return f"a rank of {self.size} came too late, after the timeout of {self.timeout:g} s; raise --timeout"
+        which = ", ".join(map(str, sorted(silent)))
+        return f"rank {which} of {self.size} did not answer: hung for longer than the timeout of {self.timeout:g} s"
 
     def _swap(self, send: Mapping[int, Tensor], recv: Mapping[int, Tensor]) -> None:
         here = {source: host_view(x) for source, x in recv.items()}

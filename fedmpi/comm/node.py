@@ -3,7 +3,7 @@
 A row lies in a file of its own in the node's memory file system, mapped by two ranks: the one that writes it and the
 one it is for. So a rank can reach its own slice of another rank's sums and nothing else of them. A vector that is the
 same on every rank (the model) is mapped by all ranks of the node: one copy instead of one a rank. A file's name is gone
-as soon as it is mapped, so nothing is left behind however the run ends.
+as soon as it is mapped, so a run that ends later, however it ends, leaves nothing behind.
 
 Where that cannot be had (no such file system, too small a one, ranks in containers of their own) the ranks find out
 together and the transport sends instead.
@@ -15,6 +15,7 @@ import hashlib
 import logging
 import os
 import platform
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -69,7 +70,7 @@ class Node:
         self.leads = comm.rank == self.ranks[0]
         self.other_leaders = [ranks[0] for ranks in nodes if ranks is not self.ranks]
         self.made, self.refused = 0, False
-        self.vectors: set[int] = set()
+        self.vectors: list[Tensor] = []
 
     def rows(self, length: int, dtype: torch.dtype) -> dict[int, tuple[Tensor, Tensor]] | None:
         """For each other rank of the node, my row for it and its row for me; None where memory cannot be shared."""
@@ -85,12 +86,12 @@ class Node:
         maps = self._share(whole if self.leads else {}, {} if self.leads else whole, torch.float32)
         if not maps:
             return None
-        self.vectors.add(maps["vector"].data_ptr())
+        self.vectors.append(maps["vector"])
         return maps["vector"]
 
     def holds(self, x_N: Tensor) -> bool:
         """Whether a vector is one of this node's."""
-        return x_N.data_ptr() in self.vectors
+        return any(x_N is vector for vector in self.vectors)
 
     def _share(self, make: dict[str, int], find: dict[str, int], dtype: torch.dtype) -> dict[str, Tensor] | None:
         """Map the files that this rank makes and those that others make for it: on all ranks, or none. Collective."""
@@ -99,20 +100,19 @@ class Node:
         folder = Path(f"{self.folder}-{self.made}-{self.ranks[0]}")
         self.made += 1
         maps: dict[str, Tensor] = {}
-        trouble = self._try(lambda: folder.mkdir(mode=0o700) if self.leads else None)
-        if not trouble:
-            trouble = self._try(lambda: maps.update({n: create(folder / n, k, dtype) for n, k in make.items()}))
-        if not trouble:
-            trouble = self._try(lambda: maps.update({n: attach(folder / n, k, dtype) for n, k in find.items()}))
-        for name in make:
-            (folder / name).unlink(missing_ok=True)
-        self.comm.barrier()
-        if self.leads and folder.exists():
-            folder.rmdir()
-        self.refused = trouble
-        return None if trouble else maps
+        steps: list[Callable[[], object]] = [
+            lambda: folder.mkdir(mode=0o700) if self.leads else None,
+            lambda: maps.update({name: create(folder / name, length, dtype) for name, length in make.items()}),
+            lambda: maps.update({name: attach(folder / name, length, dtype) for name, length in find.items()}),
+        ]
+        try:
+            self.refused = any(self._fails(step) for step in steps)  # the first that fails is the last that is tried
+        finally:  # also where another rank is gone
+            if self.leads:
+                shutil.rmtree(folder, ignore_errors=True)
+        return None if self.refused else maps
 
-    def _try(self, step: Callable[[], object]) -> bool:
+    def _fails(self, step: Callable[[], object]) -> bool:
         """Do one step on every rank; whether it failed on any. Collective."""
         failed = torch.zeros(1, dtype=torch.int64)
         try:

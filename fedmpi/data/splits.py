@@ -145,7 +145,7 @@ def classes(ask: Ask) -> Partition:
     k, count = ask.classes_per_client, np.bincount(ask.y, minlength=ask.classes)
     if not 1 <= k <= ask.classes:
         raise UserError(
-            f"split 'classes' got classes_per_client = {k}; use 1 to {ask.classes}, the number of classes in the data"
+            f"split 'classes' got {k} classes a client (--skew.classes); use 1 to {ask.classes}, as the data have"
         )
     if not 0 <= ask.noise < 1:
         raise UserError(f"split 'classes' got noise = {ask.noise}; it is a share from 0 up to, not including, 1")
@@ -158,7 +158,7 @@ def classes(ask: Ask) -> Partition:
     if most.sum() < ask.clients * k:
         raise UserError(
             f"split 'classes' cannot give {ask.clients} clients {k} classes each with a sample of every one from "
-            f"{len(ask.y)} samples; use fewer clients or fewer classes_per_client"
+            f"{len(ask.y)} samples; use fewer clients or fewer classes a client (--skew.classes)"
         )
     order = ask.rng.permutation(ask.classes)  # which classes are held once more than others is drawn too
     holders = np.empty(ask.classes, dtype=np.int64)
@@ -222,7 +222,7 @@ def split(
         raise UserError(f"split '{name}' got seed = {seed}; it must not be negative")
     if clients * min_samples > len(labels):
         raise UserError(
-            f"split '{name}' got {clients} clients with at least {min_samples} samples each, but there are only "
+            f"split '{name}' got {clients} clients, each of which needs {min_samples} or more, but there are only "
             f"{len(labels)} samples; use fewer clients"
         )
     present = np.bincount(labels) > 0

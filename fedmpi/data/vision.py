@@ -85,7 +85,10 @@ def data_root(root: Path | None) -> Path:
 def _load(source: Source, root: Path | None) -> Arrays:
     """The data set, from the first folder that has its files."""
     base = data_root(root)
-    files = _find(source, base) or _download(source, base)
+    folders = [base / source.folder / "raw"]
+    if root is None and source.system is not None:  # who names a folder means that folder and no other
+        folders.append(source.system)
+    files = _find(folders) or _download(source, base)
     train_x, train_y = _read_pair(*files[:2])
     test_x, test_y = _read_pair(*files[2:])
     return Arrays(
@@ -118,11 +121,9 @@ def _images(x: npt.NDArray[np.uint8]) -> Tensor:
     return torch.from_numpy(x).unsqueeze(1)
 
 
-def _find(source: Source, base: Path) -> list[Path] | None:
+def _find(folders: list[Path]) -> list[Path] | None:
     """The four files, unpacked before packed, of the first folder that has all; None where no folder has."""
-    for folder in (base / source.folder / "raw", source.system):
-        if folder is None:
-            continue
+    for folder in folders:
         found = [next((f for f in (folder / name, folder / f"{name}.gz") if f.is_file()), None) for name in FILES]
         complete = [f for f in found if f is not None]
         if len(complete) == len(FILES):
@@ -166,7 +167,7 @@ def _download(source: Source, base: Path) -> list[Path]:
         raise _missing(source, base, f"and that folder cannot be made ({error.strerror})") from error
     lock = base / f".{source.name}.lock"
     with locked(lock) as another_failed:
-        if files := _find(source, base):
+        if files := _find([base / source.folder / "raw"]):
             return files
         if another_failed:  # fifty ranks without a network wait for one attempt, not for fifty in turn
             raise _missing(source, base, "and a download failed in another process")
@@ -177,7 +178,7 @@ def _download(source: Source, base: Path) -> list[Path]:
                 note.write("failed\n")
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             raise _missing(source, base, f"and the download failed ({reason.rstrip(':')})") from error
-    files = _find(source, base)
+    files = _find([base / source.folder / "raw"])
     assert files is not None, "the files were renamed into place above"
     return files
 
