@@ -138,12 +138,11 @@ sys.exit(cli.main(sys.argv[1:]))
 
 
 def test_an_uncaught_error_of_one_rank_ends_the_whole_mpi_job(tmp_path: Path, mpiexec: list[str]) -> None:
-    started = time.monotonic()
+    """At once: the run's own timeout, 600 s, is longer than the test's."""
     command = [*mpiexec, "-n", "3", sys.executable, "-c", FAULTY, "train", *SMALL, "--comm", "mpi"]
     done = launch([*command, "--out", str(tmp_path / "run")])
     assert done.returncode not in (0, 2)
     assert "rank 1: Traceback" in done.stderr and "a fault of rank 1 alone" in done.stderr
-    assert time.monotonic() - started < 60, "not by the timeout of 600 s"
 
 
 def test_a_killed_rank_ends_the_run_and_the_model_is_not_called_finished(tmp_path: Path) -> None:
