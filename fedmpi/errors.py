@@ -1,8 +1,8 @@
-"""The two kinds of failure a user meets, and how they are worded.
+"""The kinds of failure a user meets, and how they are worded.
 
-A `UserError` is the caller's mistake: one sentence that says what was given, what is valid and what to do; the
-command line prints it without a traceback and leaves with exit code 2. A `RunError` is a fault of the run itself (a
-rank that is gone, a round without usable clients): also one sentence, exit code 1.
+A `UserError` is the caller's mistake: one sentence that says what was given, what is valid and what to do; the command
+line prints it without a traceback and leaves with exit code 2. A `RunError` is a fault of the run itself (a rank that
+is gone): also one sentence, exit code 1; where all ranks raise it alike, it is a `CommonError`.
 """
 
 from __future__ import annotations

@@ -60,8 +60,7 @@ def reduce(comm: Comm, tally: Tally, params: int, weight: int, one_each: bool = 
 
 
 def pieces(first: int, length: int, params: int) -> Iterator[slice]:
-    """Slices of a bucket that begins at element `first`: of a size that fits the cache, cut where the parameters
-    end."""
+    """The pieces of a slice that begins at element `first`: of a cache's size, cut where the parameters end."""
     cut = min(max(params - first, 0), length)
     yield from chunks(cut, PIECE)
     for piece in chunks(length - cut, PIECE):

@@ -77,12 +77,13 @@ def run(prepared: Prepared, comm: Comm, place: Place, device: torch.device, envi
     with agreed(comm):
         arrays, partition = load_data(cfg)
         task = make_task(prepared, arrays, partition, comm.size, device)
+    same_everywhere("data set or split of it", partition.order.tobytes() + arrays.y.numpy().tobytes(), comm)
+    with agreed(comm):
         if comm.rank == 0:
             make_folder(prepared.out)
             threads = torch.get_num_threads()  # in the configuration too: a run is repeated by its config.yaml
             environment = describe(place, environ, threads, str(device))
             describe_run(prepared.out, replace(cfg, threads=threads), arrays, partition, environment)
-    same_everywhere("data set or split of it", partition.order.tobytes() + arrays.y.numpy().tobytes(), comm)
     plan = Plan(
         cfg.seed,
         cfg.rounds,

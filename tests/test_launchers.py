@@ -35,6 +35,14 @@ def launch(command: list[str], timeout: float = 120, **env: str) -> subprocess.C
     return subprocess.run(command, env=rank_environment() | env, capture_output=True, text=True, timeout=timeout)
 
 
+def by_hand() -> dict[str, str]:
+    """What two ranks that nobody launches need to know, but for their numbers."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    return {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+
 def result(out: Path) -> tuple[str, list[dict]]:
     """The digest of the model that a run left, and its metrics without times and bytes."""
     digest = hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest()
@@ -75,10 +83,7 @@ def test_same_bits_from_the_commands_of_the_readme(tmp_path: Path, mpiexec: list
 
 
 def test_ranks_started_by_hand_meet_at_the_address_they_are_given(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    world = by_hand()
     command = [sys.executable, "-m", "fedmpi", "train", *SMALL, "--out", str(tmp_path / "run")]
     ranks = [
         subprocess.Popen(command, env=rank_environment() | world | {"RANK": str(r), "LOCAL_RANK": str(r)})
@@ -103,10 +108,7 @@ def test_a_users_mistake_is_one_sentence_on_all_ranks_together(
 
 def test_a_mistake_of_one_rank_alone_is_told_too(tmp_path: Path) -> None:
     """Started by hand, one rank with another argument: it says why it leaves, the other one that it is gone."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    world = by_hand()
     command = [sys.executable, "-m", "fedmpi", "train", *SMALL, "--timeout", "8", "--out", str(tmp_path / "run")]
     ranks = [
         subprocess.Popen(
