@@ -9,7 +9,8 @@ tally to the new whole model on every rank (exchange of sums and votes, mask gma
 The all-reduce leaves its result on every rank too. Both are run in turn; each turn gives a ratio of the slowest
 ranks' times, and the median over the turns is printed.
 
-Cases: float32 and exact with five clients a rank, and float32 with one client a rank, where no votes need to travel.
+Cases: float32 and exact with five clients a rank, float32 with one client a rank, where no votes need to travel, and
+exact with the mask sand, for which the squares travel too.
 On one node the ranks share memory; --send makes them send, as they do between nodes.
 """
 
@@ -30,13 +31,18 @@ import torch
 from fedmpi.algorithms import Algorithm
 from fedmpi.comm import Comm, connect, share_node
 from fedmpi.env import find_place
+from fedmpi.flat import Layout
 from fedmpi.local import sgd
 from fedmpi.masks import make_mask
 from fedmpi.server import ServerKnobs, make_server
-from fedmpi.tally import Tally
-from fedmpi.train import Clock, Delivery, State, move_model
+from fedmpi.train import Clock, Delivery, Ledger, State, move_model
 
-CASES = {"float32": ("float32", 5), "float32, one client a rank": ("float32", 1), "exact": ("exact", 5)}
+CASES = {
+    "float32": ("float32", 5, "gma"),
+    "float32, one client a rank": ("float32", 1, "gma"),
+    "exact": ("exact", 5, "gma"),
+    "exact, mask sand": ("exact", 5, "sand"),
+}
 
 
 def plain_all_reduce(comm: Comm, x: torch.Tensor) -> Callable[[], object]:
@@ -61,26 +67,28 @@ def slowest(comm: Comm, work: Callable[[], object]) -> float:
     return float(times.max())
 
 
-def masked(comm: Comm, params: int, how: str, clients: int) -> Callable[[], object]:
+def masked(comm: Comm, params: int, how: str, clients: int, mask: str) -> Callable[[], object]:
     """One masked aggregation over tallies that are already filled."""
-    length = -(-params // comm.size) * comm.size
-    tally = Tally(comm, length // comm.size, clients * comm.size, how)
-    tally.clear(total=600 * clients * comm.size)
+    layout = Layout((), params, params, ())
+    length = layout.padded(comm.size)
+    algorithm = Algorithm(sgd(0.01), make_mask(mask, 0.4), make_server("sgd", ServerKnobs()))
+    ledger = Ledger(comm, algorithm, layout, clients * comm.size, how, clients * comm.size)
+    total = 600 * clients * comm.size
+    ledger.deltas.clear(total)
     rng = torch.Generator().manual_seed(comm.rank)
     for _ in range(clients):
-        tally.add(torch.randn(length, generator=rng) * 1e-3, 600)
-    algorithm = Algorithm(sgd(0.01), make_mask("gma", 0.4), make_server("sgd", ServerKnobs()))
+        ledger.deltas.add(torch.randn(length, generator=rng) * 1e-3, 600)
     state = State(0, comm.vector(length // comm.size), torch.zeros(0, dtype=torch.int64), {})
-    delivery = Delivery(tally.total, 0.0, tuple(range(clients * comm.size)), ())
-    return lambda: move_model(state, algorithm, delivery, tally, comm, params, clients == 1, Clock())
+    delivery = Delivery(total, 0.0, tuple(range(clients * comm.size)), ())
+    return lambda: move_model(state, algorithm, delivery, ledger, comm, params, clients == 1, Clock())
 
 
 def measure(comm: Comm, params: int, turns: int) -> list[dict[str, object]]:
     """The rows of one transport on one number of ranks."""
     plain = plain_all_reduce(comm, torch.zeros(params))
     rows = []
-    for case, (how, clients) in CASES.items():
-        work = masked(comm, params, how, clients)
+    for case, (how, clients, mask) in CASES.items():
+        work = masked(comm, params, how, clients, mask)
         for warm_up in (plain, work):
             slowest(comm, warm_up)
         pairs = [(slowest(comm, plain), slowest(comm, work)) for _ in range(turns)]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .seeds import generator
+from .work import Work
 
 
 @dataclass(frozen=True)
@@ -34,19 +35,39 @@ class Cohort:
         return int(np.bincount(self.ranks).max())
 
 
-def draw(seed: int, round: int, sizes: np.ndarray, count: int, ranks: int) -> Cohort:
-    """`count` clients without replacement, placed longest first."""
-    cids = np.sort(generator(seed, "cohort", round).choice(len(sizes), count, replace=False, shuffle=False))
-    weights = sizes[cids]
-    return Cohort(tuple(cids.tolist()), tuple(weights.tolist()), place(weights.tolist(), ranks))
+def draw(
+    seed: int,
+    round: int,
+    sizes: np.ndarray,
+    count: int,
+    ranks: int,
+    work: Work | None = None,
+    at_home: bool = False,
+) -> Cohort:
+    """`count` clients without replacement, placed by what they have to do (their steps, or else their samples), or
+    each on its home rank."""
+    cids = np.sort(generator(seed, "cohort", round).choice(len(sizes), count, replace=False, shuffle=False)).tolist()
+    weights = sizes[cids].tolist()
+    if at_home:
+        placed = tuple(home(cid, ranks) for cid in cids)
+    elif work is None:
+        placed = place(weights, ranks)
+    else:
+        placed = place([work.count(seed, round, c, w) for c, w in zip(cids, weights, strict=True)], ranks)
+    return Cohort(tuple(cids), tuple(weights), placed)
 
 
-def place(weights: list[int], ranks: int) -> tuple[int, ...]:
+def home(cid: int, ranks: int) -> int:
+    """The rank that keeps a client's memory."""
+    return cid % ranks
+
+
+def place(loads: list[int], ranks: int) -> tuple[int, ...]:
     """A rank for each client: the longest first, each to the rank with the least to do (ties: the lowest rank)."""
-    loads = [(0, rank) for rank in range(ranks)]
-    placed = [0] * len(weights)
-    for i in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
-        load, rank = heapq.heappop(loads)
+    busy = [(0, rank) for rank in range(ranks)]
+    placed = [0] * len(loads)
+    for i in sorted(range(len(loads)), key=lambda i: (-loads[i], i)):
+        load, rank = heapq.heappop(busy)
         placed[i] = rank
-        heapq.heappush(loads, (load + weights[i], rank))
+        heapq.heappush(busy, (load + loads[i], rank))
     return tuple(placed)

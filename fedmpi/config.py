@@ -28,19 +28,31 @@ class Local:
     """What a client does in a round."""
 
     rule: str | None = None
-    """the client's rule; null: the algorithm's own"""
+    """sgd, prox, scaffold, nova, uga or fedgma2021, or your own as package.module:name; null: the algorithm's own"""
     lr: float | None = knob(None, low=0, open_low=True)
     """learning rate eta_l; null: the algorithm's own"""
-    epochs: int = knob(1, low=1)
-    """passes over the client's samples"""
+    schedule: str = "constant"
+    """learning rate over the rounds: constant, step:ROUNDS,FACTOR, cosine or cosine:LAST, also as warmup:ROUNDS+..."""
+    epochs: int | None = knob(None, low=1)
+    """passes over the client's samples; null: the algorithm's own"""
     steps: int | None = knob(None, low=1, high=2**31 - 1)
     """batches a round, instead of epochs"""
     batch: int = knob(32, low=1, high=2**31 - 1)
     """samples a batch"""
-    momentum: float = knob(0.9, low=0, high=1, open_high=True)
-    """momentum rho of the client's SGD; starts at zero every round"""
+    work: str = "full"
+    """the share of its steps that a client does: full, uniform:LOW,HIGH, or stragglers:PART,LOW,HIGH"""
+    momentum: float | None = knob(None, low=0, high=1, open_high=True)
+    """momentum rho of the client's SGD, from zero in every round; null: the algorithm's own"""
     weight_decay: float = knob(0.0, low=0)
     """weight decay of the client's SGD"""
+    clip: float | None = knob(None, low=0)
+    """largest norm of a gradient; longer ones are shortened to it. 0: no limit; null: the algorithm's own"""
+    mu: float = knob(0.01, low=0)
+    """pull towards the global model (rule prox)"""
+    option: str = "II"
+    """how a control variate is renewed: I (gradient at the global model) or II (from the steps) (rule scaffold)"""
+    gradient: str = "last"
+    """the gradient that is sent: last (of the last step) or initial (at the global model) (rule fedgma2021)"""
 
 
 @dataclass(frozen=True)
@@ -48,9 +60,11 @@ class Server:
     """What the masked mean does to the model."""
 
     rule: str | None = None
-    """sgd, adam, yogi or adagrad; null: the algorithm's own"""
+    """sgd, adam, yogi or adagrad, or your own as package.module:name; null: the algorithm's own"""
     lr: float | None = knob(None, low=0, open_low=True)
     """learning rate eta_g; null: the algorithm's own"""
+    schedule: str = "constant"
+    """learning rate over the rounds, as --local.schedule"""
     momentum: float | None = knob(None, low=0, high=1, open_high=True)
     """momentum of the rule sgd; null: the algorithm's own"""
     b1: float = knob(0.9, low=0, high=1, open_high=True)
@@ -81,6 +95,35 @@ class Skew:
 
 
 @dataclass(frozen=True)
+class Meta:
+    """A small set held out of training: for a meta step after the server's (FedMeta), or a copy of it for every client
+    (FedShare)."""
+
+    size: int | None = knob(None, low=0)
+    """samples held out; null: the algorithm's own"""
+    lr: float | None = knob(None, low=0)
+    """learning rate of the meta step, 0 for none; null: the algorithm's own"""
+    share: bool | None = None
+    """whether every client has a copy of the set; null: the algorithm's own"""
+    seed: int = knob(0, low=0)
+    """seed that draws the set"""
+    weights: list[float] | None = None
+    """a weight for each class, [2, 1, ...]: the set is made up in these proportions. null: as the data are"""
+    batch: int = knob(64, low=1, high=2**31 - 1)
+    """samples of the set whose gradient is taken at once"""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Where clients' memories are kept between rounds (SCAFFOLD's control variates)."""
+
+    limit: float = knob(4.0, low=0)
+    """GiB a rank keeps in memory; what is more is mapped from a file"""
+    folder: str | None = None
+    """folder of that file, which vanishes with the run; null: the run folder"""
+
+
+@dataclass(frozen=True)
 class Eval:
     """When and how the test set is scored."""
 
@@ -95,11 +138,16 @@ class Config:
     """One run."""
 
     algorithm: str = "fedavg"
-    """fedavg, fedavgm, fedadam, fedyogi or fedadagrad"""
-    mask: str = "gma"
-    """mean (plain averaging), gma (disagreement scales the step down) or and (disagreement drops it)"""
-    tau: float = knob(0.4, low=0, high=1)
-    """agreement from which on a step is taken in full; 0 is plain averaging"""
+    """fedavg, fedavgm, fedprox, scaffold, fednova, fedadam, fedyogi, fedadagrad, uga, fedmeta, fedmeta-uga, fedshare or
+    fedgma2021, or your own as package.module:name"""
+    mask: str | None = None
+    """mean (plain averaging), gma (disagreement scales the step down), and (disagreement drops it), sand (looks at the
+    size of the disagreement too), or your own as package.module:name; null: the algorithm's own, nearly always gma"""
+    tau: float | None = knob(None, low=0, high=1)
+    """agreement from which on a step is taken in full; 0 is plain averaging (but for sand). null: the algorithm's own,
+    nearly always 0.4"""
+    sharpness: float = knob(4.0, low=0, open_low=True)
+    """how soon the mask sand rises behind tau"""
     data: str = "glyphs"
     """glyphs (generated), mnist or fmnist"""
     data_root: str | None = None
@@ -137,6 +185,8 @@ class Config:
     local: Local = field(default_factory=Local)
     server: Server = field(default_factory=Server)
     skew: Skew = field(default_factory=Skew)
+    meta: Meta = field(default_factory=Meta)
+    memory: Memory = field(default_factory=Memory)
     eval: Eval = field(default_factory=Eval)
 
 

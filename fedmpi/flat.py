@@ -53,7 +53,7 @@ class Layout:
         return -(-self.length // ranks) * ranks
 
 
-def layout_of(model: nn.Module, channels_last: bool = False) -> Layout:
+def layout_of(model: nn.Module, channels_last: bool = False, dtype: torch.dtype = torch.float32) -> Layout:
     """The layout of a model: trainable parameters, then frozen ones and float buffers, in the model's own order."""
     params: dict[str, Tensor] = dict(model.named_parameters())
     buffers = dict(model.named_buffers())
@@ -62,8 +62,9 @@ def layout_of(model: nn.Module, channels_last: bool = False) -> Layout:
     rest |= {k: b for k, b in buffers.items() if b.is_floating_point() or b.is_complex()}
     spans, at = [], 0
     for name, tensor in (trained | rest).items():
-        if tensor.dtype != torch.float32:
-            raise UserError(f"model tensor '{name}' is {tensor.dtype}; the model must be float32: call model.float()")
+        if tensor.dtype != dtype:
+            kind = str(dtype).removeprefix("torch.")
+            raise UserError(f"model tensor '{name}' is {tensor.dtype}; the model must be {kind}: call model.float()")
         spans.append(Span(name, at, tensor.shape, channels_last and tensor.dim() == 4))
         at += tensor.numel()
     count = sum(p.numel() for p in trained.values())

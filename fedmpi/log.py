@@ -92,10 +92,11 @@ def line(report: Report, rounds: int) -> str:
     dropped = f"  dropped {len(report.dropped)}" if report.dropped else ""
     scoring = f"  eval {seconds['eval']:.2f}s" if "eval" in seconds else ""
     talk = seconds["reduce"] + seconds["server"] + seconds["gather"]
+    meta = f"  meta {seconds['meta']:.2f}s" if seconds.get("meta") else ""
     return (
         f"round {report.round:>{len(str(rounds))}}/{rounds}{test}  train {report.train_loss:.4f}"
         f"  kept {report.kept:.2f}  agree {report.agreement:.2f}{dropped}"
-        f"  local {seconds['local']:.2f}s  wait {seconds['wait']:.2f}s  comm {talk:.2f}s{scoring}"
+        f"  local {seconds['local']:.2f}s  wait {seconds['wait']:.2f}s  comm {talk:.2f}s{meta}{scoring}"
     )
 
 

@@ -4,21 +4,46 @@ S: elements of the slice this rank owns.  votes_S = sum over clients of sign(del
 whose element did not move abstains.  Agreement A = |votes| / clients, unweighted: every client has one vote whatever
 its size.
 
-A mask is a function (votes_S, clients) -> mask_S. To add one, write it and give it a row in `MASKS`.
+A mask is a function (votes_S, clients) -> mask_S. One that looks at magnitudes too asks for the second moment and is
+given (votes_S, clients, mean_S, square_S); only then do the squares travel. To add one, write it and give it a row in
+`MASKS`, or name it from outside as `package.module:name`: a function of `MaskKnobs`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from fractions import Fraction
 
 import torch
 from torch import Tensor
 
-from .errors import unknown
+from .errors import UserError
+from .plugins import find, one_line, refuse
 
-Mask = Callable[[Tensor, int], Tensor]
+
+@dataclass(frozen=True)
+class Mask:
+    """How much of each element to keep, from 0 to 1."""
+
+    keep: Callable[..., Tensor]
+    """(votes_S, clients) -> mask_S; with the second moment (votes_S, clients, mean_S, square_S) -> mask_S"""
+    second_moment: bool = False
+    """whether it reads mean and mean square of the clients' deltas, weighted by their samples"""
+
+    def __call__(
+        self, votes_S: Tensor, clients: int, mean_S: Tensor | None = None, square_S: Tensor | None = None
+    ) -> Tensor:
+        return self.keep(votes_S, clients, mean_S, square_S) if self.second_moment else self.keep(votes_S, clients)
+
+
+@dataclass(frozen=True)
+class MaskKnobs:
+    """What a mask is made of."""
+
+    tau: float = 0.4
+    sharpness: float = 4.0
 
 
 def quorum(tau: float, clients: int) -> int:
@@ -29,13 +54,13 @@ def quorum(tau: float, clients: int) -> int:
     return math.ceil(Fraction(tau).limit_denominator(1_000_000) * clients)
 
 
-def mean(tau: float) -> Mask:
-    """1 everywhere: plain weighted averaging, whatever tau says."""
+def mean() -> Mask:
+    """1 everywhere: plain weighted averaging."""
 
     def mask(votes_S: Tensor, clients: int) -> Tensor:
         return torch.ones(votes_S.shape, device=votes_S.device)
 
-    return mask
+    return Mask(mask)
 
 
 def reached(size_S: Tensor, least: int) -> Tensor:
@@ -54,7 +79,7 @@ def gma(tau: float) -> Mask:
         full_S = reached(size_S, quorum(tau, clients)).mul_(clients)
         return torch.maximum(size_S, full_S).float().div_(clients)
 
-    return mask
+    return Mask(mask)
 
 
 def hard(tau: float) -> Mask:
@@ -63,14 +88,61 @@ def hard(tau: float) -> Mask:
     def mask(votes_S: Tensor, clients: int) -> Tensor:
         return reached(votes_S.abs(), quorum(tau, clients)).float()
 
+    return Mask(mask)
+
+
+def sand(tau: float, sharpness: float) -> Mask:
+    """max(0, tanh(sharpness * (A - tau) / r)): nothing up to tau, then the more the clients agree in sign *and in
+    size*, the more is kept, smoothly (after SAND-mask, Shahtalebi et al., 2021).
+
+    r = variance / mean square of the clients' deltas, weighted by samples, in [0, 1]: 0 where all moved alike, 1 where
+    they cancel out. SAND-mask divides by the variance itself, whose size depends on the learning rate and on the
+    element: for deltas of 1e-3 it is 1e-6 and the mask a hard one. Relative to the mean square it has no unit. Nor is
+    the mask scaled up to mean 1 here.
+    """
+
+    def mask(votes_S: Tensor, clients: int, mean_S: Tensor, square_S: Tensor) -> Tensor:
+        r_S = (square_S - mean_S.square()).div_(square_S.clamp_min(TINY)).clamp_min_(TINY)  # below 0 by rounding only
+        above_S = votes_S.abs().float().div_(clients).sub_(tau)
+        return above_S.mul_(sharpness).div_(r_S).tanh_().clamp_min_(0.0)
+
+    return Mask(mask, second_moment=True)
+
+
+TINY = 1e-30  # instead of zero where no client moved an element, or all moved it alike
+
+MASKS: dict[str, Callable[[MaskKnobs], Mask]] = {
+    "mean": lambda k: mean(),
+    "gma": lambda k: gma(k.tau),
+    "and": lambda k: hard(k.tau),
+    "sand": lambda k: sand(k.tau, k.sharpness),
+}
+
+
+def make_mask(name: str, tau: float, sharpness: float = MaskKnobs.sharpness) -> Mask:
+    """The mask of that name, or of that import path; a bare function of votes and clients will do as a mask."""
+    mask = find("mask", name, MASKS, MaskKnobs(tau, sharpness))
+    if not callable(mask):
+        raise refuse("mask", name, mask, "a Mask, or a function of votes and clients")
+    mask = mask if isinstance(mask, Mask) else Mask(mask)
+    if name not in MASKS:
+        try_out(name, mask)
     return mask
 
 
-MASKS: dict[str, Callable[[float], Mask]] = {"mean": mean, "gma": gma, "and": hard}
-
-
-def make_mask(name: str, tau: float) -> Mask:
-    """The mask of that name with threshold tau."""
-    if name not in MASKS:
-        raise unknown("mask", name, MASKS)
-    return MASKS[name](tau)
+def try_out(name: str, mask: Mask) -> None:
+    """Refuse a mask from outside that does not work, before a run begins: on the votes of two clients."""
+    votes_S = torch.tensor([-2, -1, 0, 1, 2], dtype=torch.int8)
+    mean_S, square_S = votes_S / 2, votes_S.square() / 4 + 0.25
+    try:
+        kept_S = mask(votes_S.clone(), 2, mean_S, square_S)
+    except Exception as error:
+        raise UserError(
+            f"mask '{name}' raised {type(error).__name__} on the votes of two clients: {one_line(error)}"
+        ) from error
+    if not isinstance(kept_S, Tensor) or kept_S.shape != votes_S.shape or kept_S.dtype != torch.float32:
+        raise UserError(f"mask '{name}' must return a float32 tensor of the shape of the votes: add .float()?")
+    if not bool(((kept_S >= 0) & (kept_S <= 1)).all()):
+        raise UserError(
+            f"mask '{name}' returned {kept_S.tolist()} for votes {votes_S.tolist()}; it must keep to 0 ... 1"
+        )

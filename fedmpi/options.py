@@ -126,7 +126,14 @@ def sentence(text: str, known: list[str]) -> str:
     key = re.search(r'key "([^"]+)"', text)
     value = re.search(r"(?:Got|Given) value: (.*)", text)
     if key and value:
-        kinds = dict(float="a number", int="a whole number", bool="true or false", str="a word", NoneType="null")
+        kinds = dict(
+            float="a number",
+            int="a whole number",
+            bool="true or false",
+            str="a word",
+            NoneType="null",
+            list="a list of numbers",
+        )
         valid = " or ".join(kinds.get(k, k) for k in dict.fromkeys(re.findall(r"Expected a <class '(\w+)'>", text)))
         return f"--{key[1]} is '{value[1]}'; it must be {valid}"
     stray = re.search(r"unrecognized arguments: (\S+)", text)

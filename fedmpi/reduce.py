@@ -1,34 +1,39 @@
 """THE collective: every rank's tally in, this rank's slice of (mean, votes) out.
 
+What else a rule or a mask asks for travels in the same exchange: further vectors of the clients, each with a tally of
+its own, and the sums of squares.
+
 Each rank has a row of sums and votes for every rank: the slice that the other one owns. One exchange brings the rows
 for a rank within its reach, and it adds them up in the order of the ranks. From each of the others it sees one slice:
 no rank ever holds another client's full tensor. What comes out is handed on in pieces that still lie in the cache, so
 that mask and server step find them there.
 
 Bytes a rank sends, N elements on W ranks: 4N (float32) or 8N (exact) for the sums and 1N or 4N for the votes, times
-(W-1)/W. Where sums are float32 and no rank hosts more than one client, the votes are the signs of what travels anyway
-and are not sent; `Tally` sees to it that they are the same votes. (On one node, where nothing is sent, they are read.)
+(W-1)/W; squares as much as the sums, a further vector 8N. Where sums are float32 and no rank hosts more than one
+client, the votes are the signs of what travels anyway and are not sent; `Tally` sees to it that they are the same
+votes. (On one node, where nothing is sent, they are read.)
 
 N: the full padded vector.  S: the slice this rank owns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .comm import Comm
-from .tally import FRACTION_BITS, Tally, chunks
+from .tally import FRACTION_BITS, SQUARE_FRACTION_BITS, Tally, chunks
 
 PIECE = 1 << 17
 
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of this rank's slice: elements start..stop of the full vector, `own` in the slice.
+    """A piece of this rank's slice: elements start..stop of the full vector, `own` in the slice; votes and the mean
+    square where the tally has them.
 
     Its tensors are the caller's to overwrite.
     """
@@ -37,26 +42,41 @@ class Part:
     stop: int
     own: slice
     mean: Tensor
-    votes: Tensor
+    votes: Tensor | None = None
+    square: Tensor | None = None
 
 
-def reduce(comm: Comm, tally: Tally, params: int, weight: int, one_each: bool = False) -> Iterator[Part]:
+def reduce(
+    comm: Comm, tally: Tally, params: int, weight: int, one_each: bool = False, also: Sequence[Tally] = ()
+) -> Iterator[Part]:
     """This rank's slice of the mean and of the votes, piece by piece. Collective: every rank must take every piece.
 
     `weight` is the weight of the clients that delivered, over all ranks; `one_each` says that no rank hosts more than
-    one client. A piece never straddles the end of the parameters.
+    one client. A piece never straddles the end of the parameters. The tallies in `also` travel in the same exchange:
+    when the pieces have been taken, `parts` reads them.
     """
-    free = len(tally.votes.shared or ()) == comm.size - 1
+    free = tally.votes is None or len(tally.votes.shared or ()) == comm.size - 1
     send_votes = free or tally.exact or not one_each
-    comm.exchange(*((tally.sums, tally.votes) if send_votes else (tally.sums,)))
+    kinds = [rows for rows in tally.kinds if send_votes or rows is not tally.votes]
+    comm.exchange(*kinds, *(rows for other in also for rows in other.kinds))
+    yield from parts(comm, tally, params, weight, send_votes)
+
+
+def parts(comm: Comm, tally: Tally, params: int, weight: int, votes_came: bool = True) -> Iterator[Part]:
+    """This rank's slice of a tally that has been exchanged, piece by piece. Where its votes did not come they are read
+    off the sums."""
     first = comm.rank * tally.slice
     for own in pieces(first, tally.slice, params):
         sums = [row[own] for row in tally.sums.theirs]
-        if send_votes:
+        votes = square = None
+        if tally.votes is not None and votes_came:
             votes = add_up([row[own] for row in tally.votes.theirs])
-        else:
+        elif tally.votes is not None:
             votes = add_up([torch.sign(row).to(tally.votes.mine[0].dtype) for row in sums])
-        yield Part(first + own.start, first + own.stop, own, mean_of(add_up(sums), tally, weight), votes)
+        if tally.squares is not None and first + own.start < params:
+            square = mean_of(add_up([row[own] for row in tally.squares.theirs]), tally, weight, SQUARE_FRACTION_BITS)
+        mean = mean_of(add_up(sums), tally, weight, FRACTION_BITS)
+        yield Part(first + own.start, first + own.stop, own, mean, votes, square)
 
 
 def pieces(first: int, length: int, params: int) -> Iterator[slice]:
@@ -77,10 +97,10 @@ def add_up(rows: list[Tensor]) -> Tensor:
     return total
 
 
-def mean_of(total: Tensor, tally: Tally, weight: int) -> Tensor:
+def mean_of(total: Tensor, tally: Tally, weight: int, fraction_bits: int) -> Tensor:
     """The weighted mean in float32, from the sum over all ranks and the weight that was delivered."""
     if not tally.exact:
         return total.mul_(1 / weight)  # a division takes twice as long, and the sum is rounded anyway
     if weight == tally.total:
-        return total.float().mul_(2.0**-FRACTION_BITS)  # scaled by a power of two: rounded once
-    return total.double().mul_(tally.total / weight * 2.0**-FRACTION_BITS).float()
+        return total.float().mul_(2.0**-fraction_bits)  # scaled by a power of two: rounded once
+    return total.double().mul_(tally.total / weight * 2.0**-fraction_bits).float()

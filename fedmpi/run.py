@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,6 +21,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 import yaml
 from safetensors.torch import save_file
@@ -28,16 +30,18 @@ from . import __version__
 from .algorithms import Algorithm, build, resolve
 from .comm import Comm, agreed
 from .config import Config, check
-from .data import DATASETS, SPLITS, Arrays, Partition, load, split
+from .data import DATASETS, SPLITS, Arrays, Ints, Partition, check_weights, hold_out, load, split
 from .env import Place, describe
 from .errors import UserError, unknown
 from .evaluate import evaluate
 from .log import Log, sink_names
+from .memory import Memory
 from .models import ModelRow, find_model
 from .seeds import torch_seed
 from .tally import SUMS
-from .task import Task, Work
+from .task import Task
 from .train import Plan, Report, State, begin, rounds
+from .work import Work, make_share
 
 warnings = logging.getLogger("fedmpi")
 
@@ -51,6 +55,7 @@ class Prepared:
     cfg: Config
     algorithm: Algorithm
     model: ModelRow
+    work: Work
     sinks: list[str]
     out: Path
 
@@ -62,8 +67,12 @@ def prepare(cfg: Config) -> Prepared:
     for kind, name, table in (("data set", cfg.data, DATASETS), ("split", cfg.split, SPLITS), ("sum", cfg.sum, SUMS)):
         if name not in table:
             raise unknown(kind, name, table)
-    out = Path(cfg.out or f"runs/{cfg.algorithm}-{cfg.mask}-{cfg.data}-{cfg.seed}")
-    return Prepared(cfg, build(cfg), find_model(cfg.model), sink_names(cfg.log), out)
+    if cfg.meta.weights is not None:
+        check_weights(cfg.meta.weights)
+    assert cfg.local.epochs is not None, "resolved above"
+    work = Work(cfg.local.epochs, cfg.local.steps, cfg.local.batch, make_share(cfg.local.work))
+    out = Path(cfg.out or "runs/" + re.sub(r"[^\w.-]+", "-", f"{cfg.algorithm}-{cfg.mask}-{cfg.data}-{cfg.seed}"))
+    return Prepared(cfg, build(cfg), find_model(cfg.model), work, sink_names(cfg.log), out)
 
 
 def run(prepared: Prepared, comm: Comm, place: Place, device: torch.device, environ: Mapping[str, str]) -> Report:
@@ -75,26 +84,22 @@ def run(prepared: Prepared, comm: Comm, place: Place, device: torch.device, envi
         if comm.rank == 0:
             check_folder(prepared.out)
     with agreed(comm):
-        arrays, partition = load_data(cfg)
-        task = make_task(prepared, arrays, partition, comm.size, device)
-    same_everywhere("data set or split of it", partition.order.tobytes() + arrays.y.numpy().tobytes(), comm)
+        arrays, partition, meta = load_data(cfg)
+        task = make_task(prepared, arrays, partition, meta, comm.size, device)
+        check_memory_folder(prepared)
+    drawn = partition.order.tobytes() + meta.tobytes()
+    same_everywhere("data set or split of it", drawn + arrays.y.numpy().tobytes(), comm)
     with agreed(comm):
         if comm.rank == 0:
             make_folder(prepared.out)
             threads = torch.get_num_threads()  # in the configuration too: a run is repeated by its config.yaml
             environment = describe(place, environ, threads, str(device))
-            describe_run(prepared.out, replace(cfg, threads=threads), arrays, partition, environment)
-    plan = Plan(
-        cfg.seed,
-        cfg.rounds,
-        cfg.cohort,
-        Work(cfg.local.epochs, cfg.local.steps, cfg.local.batch),
-        cfg.sum,
-        cfg.min_clients,
-    )
+            describe_run(prepared.out, replace(cfg, threads=threads), arrays, partition, meta, environment)
+    memory = make_memory(prepared, task)
+    plan = Plan(cfg.seed, cfg.rounds, cfg.cohort, prepared.work, cfg.sum, cfg.min_clients)
     with Log(prepared.out, cfg.rounds, prepared.sinks, speaks=comm.rank == 0) as log:
         log.say(header(cfg, task, comm))
-        start, report, best = begin(task, prepared.algorithm, comm), None, 0.0
+        start, report, best = begin(task, prepared.algorithm, comm, memory), None, 0.0
         for state, report in rounds(start, plan, prepared.algorithm, task, comm):
             if report.round % cfg.eval.every == 0 or report.round == cfg.rounds:
                 report = scored(report, task, state, comm, cfg.eval.batch)
@@ -157,37 +162,66 @@ def make_folder(out: Path) -> None:
         raise UserError(f"--out {out} cannot be written ({error.strerror}); choose a folder that can") from None
 
 
-def load_data(cfg: Config) -> tuple[Arrays, Partition]:
-    """The data set, and who has which part of it."""
+def load_data(cfg: Config) -> tuple[Arrays, Partition, Ints]:
+    """The data set, who has which part of it, and the meta set: what no client has, or what every client has too."""
     arrays = load(cfg.data, cfg.data_root)
+    y = arrays.y.numpy()
+    meta = np.zeros(0, dtype=np.int64)
+    if cfg.meta.size:
+        meta = hold_out(y, arrays.classes, cfg.meta.size, cfg.meta.seed, cfg.meta.weights)
+    rest = np.setdiff1d(np.arange(len(y)), meta, assume_unique=True)
     partition = split(
         cfg.split,
-        arrays.y.numpy(),
+        y[rest],
         cfg.clients,
         cfg.seed,
         classes_per_client=cfg.skew.classes,
         alpha=cfg.skew.alpha,
         beta=cfg.skew.beta,
         noise=cfg.skew.noise,
-        owner=None if arrays.owner is None else arrays.owner.numpy(),
+        owner=None if arrays.owner is None else arrays.owner.numpy()[rest],
     )
-    return arrays, partition
+    shared = meta if cfg.meta.share else meta[:0]
+    return arrays, Partition(partition.offsets, rest[partition.order], shared), meta
 
 
-def make_task(prepared: Prepared, arrays: Arrays, partition: Partition, ranks: int, device: torch.device) -> Task:
+def check_memory_folder(prepared: Prepared) -> None:
+    """Refuse a folder for clients' memories that this rank cannot use."""
+    folder = prepared.cfg.memory.folder
+    if prepared.algorithm.local.keeps and folder and not (Path(folder).is_dir() and os.access(folder, os.W_OK)):
+        raise UserError(f"--memory.folder {folder} is no folder that can be written; make it or name another")
+
+
+def make_memory(prepared: Prepared, task: Task) -> Memory:
+    """Where this rank keeps what its clients keep."""
+    cfg, names = prepared.cfg.memory, prepared.algorithm.local.keeps
+    folder = Path(cfg.folder) if cfg.folder else prepared.out
+    here = folder if folder.is_dir() else None  # a node may not see the run folder: then it takes one for passing files
+    return Memory(names, task.layout.params, int(cfg.limit * 2**30), here)
+
+
+def make_task(
+    prepared: Prepared, arrays: Arrays, partition: Partition, meta: Ints, ranks: int, device: torch.device
+) -> Task:
     """The model for these data, with weights drawn from the seed, on this rank's device."""
     cfg = prepared.cfg
     torch.manual_seed(torch_seed(cfg.seed, "model"))
     channels, height, width = arrays.x.shape[1:]
     model = prepared.model.make(channels, height, width, arrays.classes)
-    return Task(model, arrays, partition, cfg.seed, device, ranks, prepared.model.channels_last)
+    return Task(model, arrays, partition, cfg.seed, device, ranks, prepared.model.channels_last, meta)
 
 
-def describe_run(out: Path, cfg: Config, arrays: Arrays, partition: Partition, environment: dict[str, Any]) -> None:
+def describe_run(
+    out: Path, cfg: Config, arrays: Arrays, partition: Partition, meta: Ints, environment: dict[str, Any]
+) -> None:
     """Write what is needed to repeat the run."""
     write(out / CONFIG, yaml.safe_dump(dataclasses.asdict(cfg), sort_keys=False))
     write(out / "environment.json", json.dumps(environment, indent=2) + "\n")
     about = {"data": cfg.data, "split": cfg.split, "seed": cfg.seed, "skew": dataclasses.asdict(cfg.skew)}
+    if len(meta):
+        counts = np.bincount(arrays.y.numpy()[meta], minlength=arrays.classes)
+        sha = hashlib.sha256(meta.astype("<i8").tobytes()).hexdigest()
+        about["meta"] = {"seed": cfg.meta.seed, "sha256": sha, "histogram": counts.tolist(), "shared": cfg.meta.share}
     manifest = partition.manifest(arrays.y.numpy(), arrays.classes, **about)
     write(out / "partition.json", json.dumps(manifest) + "\n")
 
@@ -222,12 +256,15 @@ def write(path: Path, text: str) -> None:
 
 def header(cfg: Config, task: Task, comm: Comm) -> str:
     """What is about to run, in two lines."""
-    variant = f", variant {cfg.server.variant}" if cfg.server.rule != "sgd" else ""
+    variant = f", variant {cfg.server.variant}" if cfg.server.rule in ("adam", "yogi", "adagrad") else ""
     tau = "" if cfg.mask == "mean" else f" (tau {cfg.tau:g})"
+    held = f"; {cfg.meta.size} samples held out" if cfg.meta.size else ""
+    held += f", meta step lr {cfg.meta.lr:g}" if cfg.meta.lr else ""
+    held += ", a copy for every client" if cfg.meta.share else ""
     threads = torch.get_num_threads()
     ranks = f"{comm.size} rank{'s' * (comm.size > 1)} ({comm.name}), {threads} thread{'s' * (threads > 1)} each"
     return (
         f"{cfg.algorithm} with mask {cfg.mask}{tau}: client {cfg.local.rule} lr {cfg.local.lr:g}, "
         f"server {cfg.server.rule} lr {cfg.server.lr:g}{variant}; {cfg.model}, {task.layout.params:,} parameters\n"
-        f"{cfg.data} split {cfg.split} over {cfg.clients} clients, {cfg.cohort} a round; {ranks}, sum {cfg.sum}"
+        f"{cfg.data} split {cfg.split} over {cfg.clients} clients, {cfg.cohort} a round{held}; {ranks}, sum {cfg.sum}"
     )

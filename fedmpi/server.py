@@ -10,7 +10,7 @@ Only operations that round each element by itself are used (no fused multiply-ad
 on where in a slice it lies. On different kinds of processor torch's square root may differ in its last bit.
 
 A rule names its moments with their start values and does one step in place. To add one, write it and give it a row in
-`RULES`.
+`RULES`, or name it from outside as `package.module:name`: a function of `ServerKnobs`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .errors import unknown
+from .errors import UserError, unknown
+from .plugins import find, one_line, refuse
+from .rates import Rate, as_rate
 
 Moments = Mapping[str, Tensor]
 Step = Callable[[Tensor, Tensor, Tensor, Moments, int], None]
@@ -40,12 +42,16 @@ class ServerRule:
 class ServerKnobs:
     """What a rule is made of. b2 and eps are the variant's own where None."""
 
-    lr: float = 1.0
+    lr: float | Rate = 1.0
     momentum: float = 0.0
     b1: float = 0.9
     b2: float | None = None
     eps: float | None = None
     variant: str = "reddi"
+
+    def rate(self, t: int) -> float:
+        """The learning rate of round t."""
+        return as_rate(self.lr)(t)
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,8 @@ def sgd(knobs: ServerKnobs) -> ServerRule:
         if knobs.momentum:
             d = moments["z"].mul_(knobs.momentum).add_(d).clone()
         d.mul_(m)
-        w.add_(d.mul_(knobs.lr) if knobs.lr != 1 else d)
+        lr = knobs.rate(t)
+        w.add_(d.mul_(lr) if lr != 1 else d)
 
     return ServerRule({"z": 0.0} if knobs.momentum else {}, step)
 
@@ -93,7 +100,7 @@ def adaptive(
         if first_moment:
             z = moments["z"].mul_(b1).add_(d.mul_(1 - b1))
             d = z / (1 - b1**t) if corrected else z.clone()
-        w.add_(d.div_(root).mul_(m).mul_(knobs.lr))
+        w.add_(d.div_(root).mul_(m).mul_(knobs.rate(t)))
 
     start = {"v": 0.0 if variant.corrected else eps**2}
     return ServerRule(start | ({"z": 0.0} if first_moment else {}), step)
@@ -127,10 +134,23 @@ RULES: dict[str, Callable[[ServerKnobs], ServerRule]] = {"sgd": sgd, "adam": ada
 
 
 def make_server(name: str, knobs: ServerKnobs, mask_moments: bool = False) -> ServerRule:
-    """The server rule of that name."""
-    if name not in RULES:
-        raise unknown("server rule", name, RULES)
+    """The server rule of that name, or of that import path."""
     if knobs.variant not in VARIANTS:
         raise unknown("server variant", knobs.variant, VARIANTS)
-    rule = RULES[name](knobs)
+    rule = find("server rule", name, RULES, knobs)
+    if not isinstance(rule, ServerRule):
+        raise refuse("server rule", name, rule, "a ServerRule")
+    if name not in RULES:
+        try_out(name, rule)
     return masked_moments(rule) if mask_moments else rule
+
+
+def try_out(name: str, rule: ServerRule) -> None:
+    """Refuse a rule from outside that does not work, before a run begins: one step on three elements."""
+    w, d, m = torch.zeros(3), torch.tensor([-0.5, 0.0, 0.5]), torch.ones(3)
+    try:
+        rule.step(w, d, m, {key: torch.full((3,), value) for key, value in rule.moments.items()}, 1)
+    except Exception as error:
+        raise UserError(
+            f"server rule '{name}' raised {type(error).__name__} in a step on three elements: {one_line(error)}"
+        ) from error

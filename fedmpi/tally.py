@@ -1,5 +1,5 @@
-"""What a rank keeps of its clients: a weighted sum of their deltas and a sum of the signs. A delta is folded in and
-forgotten.
+"""What a rank keeps of its clients: a weighted sum of their deltas and, where a mask reads them, a sum of the signs and
+a weighted sum of the squares. A delta is folded in and forgotten.
 
 N: the full padded vector.  Weights are whole numbers (a client's samples); `total` is the weight of the whole cohort
 as planned.
@@ -16,7 +16,9 @@ float32  the sum of weight * delta in float32: half the bytes, and rounding that
          Range: |delta| * total < 1.7e38.
 
 Votes are counted from the delta itself, never from its rounded product, in int8 up to 127 clients in the cohort and
-int32 beyond (NCCL has no int16). Elementwise work goes through the vector in chunks that fit the cache.
+int32 beyond (NCCL has no int16). Squares are summed like the deltas, in fixed point with a finer unit, 2**-53, as
+they are small numbers: a delta of 1e-7 is still seen. Where they are asked for, a parameter's delta must stay below
+2**4. Elementwise work goes through the vector in chunks that fit the cache.
 """
 
 from __future__ import annotations
@@ -27,12 +29,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .comm import Comm
+from .comm import Comm, Rows
 from .errors import UserError, unknown
 
 CHUNK = 1 << 16
 FRACTION_BITS = 44
 RANGE_BITS = 17
+SQUARE_FRACTION_BITS = 53
+SQUARE_RANGE_BITS = 4
 SUMS = ("exact", "float32")
 
 
@@ -46,28 +50,51 @@ def chunks(length: int, size: int = CHUNK) -> Iterator[slice]:
         yield slice(start, min(start + size, length))
 
 
+def even_chunks(length: int, most: int) -> Iterator[slice]:
+    """As few consecutive slices of at most that size as cover 0..length, equal up to one."""
+    count = -(-length // most)
+    for k in range(count):
+        yield slice(length * k // count, length * (k + 1) // count)
+
+
 class Tally:
     """Running sums of one rank over one round, a row for each rank. The rows are made once and cleared for every round.
 
     Collective to make: the transport provides the memory, so that the rank that owns a slice can read its rows.
+    `squares` is how many elements, from the first, will be asked for their squares.
     """
 
     def __init__(
-        self, comm: Comm, slice_length: int, cohort: int, how: str, device: torch.device | None = None
+        self,
+        comm: Comm,
+        slice_length: int,
+        cohort: int,
+        how: str,
+        device: torch.device | None = None,
+        votes: bool = True,
+        squares: int = 0,
     ) -> None:
         if how not in SUMS:
             raise unknown("sum", how, SUMS)
-        self.exact, self.slice = how == "exact", slice_length
-        self.sums = comm.rows(slice_length, torch.int64 if self.exact else torch.float32, device)
-        self.votes = comm.rows(slice_length, torch.int8 if cohort <= 127 else torch.int32, device)
+        self.exact, self.slice, self.squared = how == "exact", slice_length, squares
+        number = torch.int64 if self.exact else torch.float32
+        self.sums = comm.rows(slice_length, number, device)
+        self.votes = comm.rows(slice_length, torch.int8 if cohort <= 127 else torch.int32, device) if votes else None
+        self.squares = comm.rows(slice_length, number, device) if squares else None
         self.clear(total=1)
+
+    @property
+    def kinds(self) -> list[Rows]:
+        """The rows there are: sums, votes, squares."""
+        return [rows for rows in (self.sums, self.votes, self.squares) if rows is not None]
 
     def clear(self, total: int) -> None:
         """Forget everything, for a cohort whose weights add up to `total`."""
         if total < 1:
             raise UserError(f"a cohort's weight is {total}; it must be at least 1: give every client a sample")
-        for row in (*self.sums.mine, *self.votes.mine):
-            row.zero_()
+        for rows in self.kinds:
+            for row in rows.mine:
+                row.zero_()
         self.total, self.weight, self.clients = total, 0, 0
 
     @property
@@ -77,29 +104,44 @@ class Tally:
             return float(2**RANGE_BITS)
         return torch.finfo(torch.float32).max / 2 / self.total
 
-    def check(self, delta_N: Tensor) -> None:
-        """Raise `Unusable` for a delta that cannot be averaged."""
-        low, high = (float(v) for v in delta_N.aminmax())
-        if math.isnan(low) or math.isinf(low) or math.isinf(high):
-            raise Unusable("its update holds NaN or infinity")
-        if not -self.limit < low <= high < self.limit:
-            raise Unusable(f"its update reaches {max(-low, high):.3g}, beyond the range of {self.limit:.3g}")
+    def check(self, x: Tensor) -> None:
+        """Raise `Unusable` for a vector that cannot be averaged."""
+        check_range(x, self.limit, "")
+        if self.squares is not None:
+            most = float(2**SQUARE_RANGE_BITS) if self.exact else math.sqrt(self.limit)
+            check_range(x[: self.squared], most, " of a mask that reads the variance")
 
-    def add(self, delta_N: Tensor, weight: int) -> None:
-        """Fold in one client's delta, which has passed `check`. An error in here spoils the sums: it ends the run."""
+    def add(self, x: Tensor, weight: int) -> None:
+        """Fold in one client's vector, which has passed `check`; one that is shorter than the rows counts as zero
+        behind its end. An error in here spoils the sums: it ends the run."""
         if weight < 1 or self.weight + weight > self.total:
             raise ValueError(f"weight {weight} on top of {self.weight} does not fit a cohort of {self.total}")
-        fold = self._fold_exact if self.exact else self._fold_float
-        for sums, votes, delta in zip(self.sums.mine, self.votes.mine, torch.split(delta_N, self.slice), strict=True):
-            for part in chunks(self.slice):
-                fold(sums[part], delta[part], weight)
-                votes[part].add_(torch.sign(delta[part]).to(votes.dtype))
+        for rank, piece in enumerate(torch.split(x, self.slice)):
+            for part in chunks(piece.numel()):
+                self._fold(rank, part, piece[part], weight)
         self.weight += weight
         self.clients += 1
 
-    def _fold_exact(self, sums: Tensor, delta: Tensor, weight: int) -> None:
-        fixed = delta.double().mul_(weight / self.total * 2.0**FRACTION_BITS).round_()
-        sums.add_(fixed.to(torch.int64))
+    def _fold(self, rank: int, part: slice, x: Tensor, weight: int) -> None:
+        self._add_product(self.sums.mine[rank][part], x, weight, FRACTION_BITS)
+        if self.votes is not None:
+            votes = self.votes.mine[rank][part]
+            votes.add_(torch.sign(x).to(votes.dtype))
+        if self.squares is not None:
+            square = x.square().clamp_(max=float(4**SQUARE_RANGE_BITS)) if self.exact else x.square()
+            self._add_product(self.squares.mine[rank][part], square, weight, SQUARE_FRACTION_BITS)
 
-    def _fold_float(self, sums: Tensor, delta: Tensor, weight: int) -> None:
-        sums.add_(delta, alpha=float(weight))
+    def _add_product(self, sums: Tensor, x: Tensor, weight: int, fraction_bits: int) -> None:
+        if self.exact:
+            sums.add_(x.double().mul_(weight / self.total * 2.0**fraction_bits).round_().to(torch.int64))
+        else:
+            sums.add_(x, alpha=float(weight))
+
+
+def check_range(x: Tensor, limit: float, why: str) -> None:
+    """Raise `Unusable` unless every element is a number smaller than the limit."""
+    low, high = (float(v) for v in x.aminmax())
+    if math.isnan(low) or math.isinf(low) or math.isinf(high):
+        raise Unusable("its update holds NaN or infinity")
+    if not -limit < low <= high < limit:
+        raise Unusable(f"its update reaches {max(-low, high):.3g}, beyond the range of {limit:.3g}{why}")

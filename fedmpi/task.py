@@ -2,16 +2,16 @@
 
 The model's tensors are views of one work vector, so a job's `x_P` is the model and its gradient arrives in one flat
 vector. Images stay uint8 in memory; a batch is picked by index and normalised when it is used. What a client draws
-depends on (seed, round, client) alone.
+depends on (seed, round, client) alone, and what a layer draws (dropout) on the batch as well, so that a gradient is a
+function of a point and a batch.
 
 N: the full padded vector.  P: its trainable parameters.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -21,18 +21,19 @@ from torch import Tensor, nn
 
 from .data.arrays import Arrays
 from .data.splits import Partition
-from .flat import bind, layout_of, read_ints, write_ints
+from .flat import Span, bind, layout_of, read_ints, write_ints
 from .local import LocalResult
 from .seeds import generator, torch_seed
+from .work import Work
+
+NOTHING: Mapping[str, Tensor] = {}
 
 
-@dataclass(frozen=True)
-class Work:
-    """How much a client trains in a round: `epochs` over its samples, or `steps` batches where given."""
+class Batch(NamedTuple):
+    """Samples by their index, and the seed of what layers draw for them."""
 
-    epochs: int = 1
-    steps: int | None = None
-    batch: int = 32
+    samples: Tensor
+    seed: int
 
 
 class Trained(NamedTuple):
@@ -41,60 +42,100 @@ class Trained(NamedTuple):
     delta_N: Tensor
     ints: Tensor
     loss: float
+    result: LocalResult
 
 
 class ModelJob:
     """One client's training with a real model: a `local.Job`."""
 
-    def __init__(self, task: Task, start_N: Tensor, ints: Tensor, round: int, cid: int, work: Work) -> None:
+    def __init__(
+        self,
+        task: Task,
+        start_N: Tensor,
+        ints: Tensor,
+        round: int,
+        cid: int,
+        work: Work,
+        shared: Mapping[str, Tensor] = NOTHING,
+        memory: Mapping[str, Tensor] = NOTHING,
+    ) -> None:
         self.task, self.round, self.cid, self.work = task, round, cid, work
         self.start_N = start_N
         self.start_P = start_N[: task.layout.params]
+        self.shared: Mapping[str, Tensor] = {name: vector_N[: task.layout.params] for name, vector_N in shared.items()}
+        self.memory: Mapping[str, Tensor] = {name: vector_P.to(task.device) for name, vector_P in memory.items()}
         task.load(start_N, ints)
         self.x_P = task.x_N[: task.layout.params]
         self.delta_P = task.delta_N[: task.layout.params]
         task.model.train()
-        torch.manual_seed(torch_seed(task.seed, "torch", round, cid))  # for dropout and the like
         self.loss_sum = torch.zeros((), device=task.device)
         self.seen = 0
 
-    def batches(self) -> Iterator[Tensor]:
+    def batches(self, leave: int = 0) -> Iterator[Batch]:
         """Sample indices, batch by batch; a short last batch of an epoch is used."""
         mine = self.task.partition.of(self.cid)
-        rng = generator(self.task.seed, "batches", self.round, self.cid)
-        steps = 0
-        for _ in range(self.work.epochs) if self.work.steps is None else itertools.count():
+        seed = self.task.seed
+        rng = generator(seed, "batches", self.round, self.cid)
+        draws = torch_seed(seed, "torch", self.round, self.cid)
+        steps, wanted = 0, self.work.count(seed, self.round, self.cid, len(mine), leave)
+        while steps < wanted:
             order = torch.from_numpy(mine[rng.permutation(len(mine))]).to(self.task.device)
-            for batch in torch.split(order, self.work.batch):
-                if steps == self.work.steps:
-                    return
+            for samples in torch.split(order, self.work.batch)[: wanted - steps]:
+                yield Batch(samples, draws + steps)
                 steps += 1
-                yield batch
 
-    def grad(self, x_P: Tensor, batch: Tensor) -> Tensor:
+    def everything(self) -> Iterator[tuple[Batch, float]]:
+        """All samples in the order of the partition."""
+        mine = torch.from_numpy(self.task.partition.of(self.cid)).to(self.task.device)
+        draws = torch_seed(self.task.seed, "whole", self.round, self.cid)
+        for number, samples in enumerate(torch.split(mine, self.work.batch)):
+            yield Batch(samples, draws + number), len(samples) / len(mine)
+
+    def grad(self, x_P: Tensor, batch: Batch) -> Tensor:
         """The gradient of the batch's mean loss at x_P."""
-        elsewhere = x_P.data_ptr() != self.x_P.data_ptr()
-        kept_P = self.x_P.clone() if elsewhere else self.x_P
-        if elsewhere:
-            self.x_P.copy_(x_P)
-        self.task.grad_P.zero_()
-        loss = F.cross_entropy(self.task.model(self.task.images(self.task.x[batch])), self.task.y[batch])
-        torch.autograd.backward(loss)
-        if elsewhere:
-            self.x_P.copy_(kept_P)  # what the client has trained so far
-        self.loss_sum.add_(loss.detach() * len(batch))
-        self.seen += len(batch)
+        with self.standing_at(x_P):
+            loss = self.task.gradient(batch)
+        self.loss_sum.add_(loss * len(batch.samples))
+        self.seen += len(batch.samples)
         return self.task.grad_P
+
+    def linearise(self, batch: Batch) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """The gradient at x_P, and the product with the second derivative there, by a graph of this batch alone."""
+        return self.task.linearise(batch)
+
+    @contextmanager
+    def standing_at(self, x_P: Tensor) -> Iterator[None]:
+        """With the model's parameters at x_P; what the client has trained so far is put back afterwards."""
+        if x_P.data_ptr() == self.x_P.data_ptr():
+            yield
+            return
+        kept_P = self.x_P.clone()
+        self.x_P.copy_(x_P)
+        yield
+        self.x_P.copy_(kept_P)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Put the model's buffers and the loss back as they were."""
+        behind = self.task.x_N[self.task.layout.params :]
+        kept, ints = behind.clone(), read_ints(self.task.model, self.task.layout)
+        loss_sum, seen = self.loss_sum.clone(), self.seen
+        yield
+        behind.copy_(kept)
+        write_ints(self.task.model, self.task.layout, ints)
+        self.loss_sum, self.seen = loss_sum, seen
 
     def finish(self, result: LocalResult) -> Trained:
         """What the client brings back, with the float buffers' delta behind that of the parameters."""
         layout = self.task.layout
+        if result.delta_P.shape != self.delta_P.shape:
+            raise ValueError(f"a delta of shape {tuple(result.delta_P.shape)}, not {tuple(self.delta_P.shape)}")
         if result.delta_P.data_ptr() != self.delta_P.data_ptr():
             self.delta_P.copy_(result.delta_P)
         behind = slice(layout.params, layout.length)
         torch.sub(self.task.x_N[behind], self.start_N[behind], out=self.task.delta_N[behind])
         loss = float(self.loss_sum) / max(self.seen, 1)
-        return Trained(self.task.delta_N, read_ints(self.task.model, layout), loss)
+        return Trained(self.task.delta_N, read_ints(self.task.model, layout), loss, result)
 
 
 class Task:
@@ -109,21 +150,73 @@ class Task:
         device: torch.device,
         ranks: int = 1,
         channels_last: bool = False,
+        meta: np.ndarray | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self.model, self.partition, self.seed, self.device = model.to(device), partition, seed, device
-        self.layout = layout_of(model, channels_last)
+        self.layout = layout_of(model, channels_last, dtype)
         length = self.layout.padded(ranks)
-        self.x_N, self.delta_N = (torch.zeros(length, device=device) for _ in range(2))
-        self.grad_P = torch.zeros(self.layout.params, device=device)
+        self.x_N, self.delta_N = (torch.zeros(length, device=device, dtype=dtype) for _ in range(2))
+        self.grad_P = torch.zeros(self.layout.params, device=device, dtype=dtype)
         bind(model, self.layout, self.x_N, self.grad_P)
+        tensors = dict(model.named_parameters())
+        self.trained: list[tuple[Span, Tensor]] = [
+            (span, tensors[span.name]) for span in self.layout.spans if span.start < self.layout.params
+        ]
+        self.meta = torch.from_numpy(np.zeros(0, dtype=np.int64) if meta is None else meta).to(device)
         self.x, self.y, self.test_x, self.test_y = (
             t.to(device) for t in (arrays.x, arrays.y, arrays.test_x, arrays.test_y)
         )
-        self.scale, self.shift = (torch.tensor(v, device=device).view(1, -1, 1, 1) for v in normalisation(arrays))
+        self.scale, self.shift = (
+            torch.tensor(v, device=device, dtype=dtype).view(1, -1, 1, 1) for v in normalisation(arrays)
+        )
 
     def images(self, raw: Tensor) -> Tensor:
         """uint8 images as normalised floats."""
-        return raw.float().mul_(self.scale).add_(self.shift)
+        return raw.to(self.scale.dtype).mul_(self.scale).add_(self.shift)
+
+    def loss(self, batch: Batch) -> Tensor:
+        """The mean loss of a batch for the model as it is."""
+        seed_layers(self.device, batch.seed)
+        return F.cross_entropy(self.model(self.images(self.x[batch.samples])), self.y[batch.samples])
+
+    def gradient(self, batch: Batch) -> Tensor:
+        """Put the gradient of a batch's mean loss into `grad_P`; returns the loss."""
+        self.grad_P.zero_()
+        loss = self.loss(batch)
+        torch.autograd.backward(loss)
+        return loss.detach()
+
+    def linearise(self, batch: Batch) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """The gradient of a batch's mean loss, and the function v -> H v; valid until the model moves."""
+        params = [tensor for _, tensor in self.trained]
+        grads = torch.autograd.grad(
+            self.loss(batch), params, create_graph=True, allow_unused=True, materialize_grads=True
+        )
+
+        def times_hessian(v_P: Tensor) -> Tensor:
+            curved = [(g, span.view(v_P)) for g, (span, _) in zip(grads, self.trained, strict=True) if g.requires_grad]
+            out_P = torch.zeros_like(v_P)
+            if curved:  # nothing is curved where the loss is linear in every parameter
+                products = torch.autograd.grad(
+                    [g for g, _ in curved],
+                    params,
+                    [v for _, v in curved],
+                    retain_graph=True,  # for another product; the graph goes with this function
+                    allow_unused=True,
+                    materialize_grads=True,
+                )
+                self.flatten(products, out_P)
+            return out_P
+
+        flat_P = torch.empty_like(self.grad_P)
+        self.flatten([g.detach() for g in grads], flat_P)
+        return flat_P, times_hessian
+
+    def flatten(self, tensors: Sequence[Tensor], out_P: Tensor) -> None:
+        """Write tensors shaped like the trainable parameters into a flat vector."""
+        for (span, _), tensor in zip(self.trained, tensors, strict=True):
+            span.view(out_P).copy_(tensor)
 
     def start(self) -> tuple[Tensor, Tensor]:
         """The model as it is now: a vector of its own, and the integer buffers."""
@@ -134,9 +227,25 @@ class Task:
         self.x_N.copy_(model_N)
         write_ints(self.model, self.layout, ints)
 
-    def job(self, start_N: Tensor, ints: Tensor, round: int, cid: int, work: Work) -> ModelJob:
+    def job(
+        self,
+        start_N: Tensor,
+        ints: Tensor,
+        round: int,
+        cid: int,
+        work: Work,
+        shared: Mapping[str, Tensor] = NOTHING,
+        memory: Mapping[str, Tensor] = NOTHING,
+    ) -> ModelJob:
         """Client `cid`'s job in a round. There is one model a rank: a new job ends the one before."""
-        return ModelJob(self, start_N, ints, round, cid, work)
+        return ModelJob(self, start_N, ints, round, cid, work, shared, memory)
+
+    def meta_gradient(self, block: slice, round: int) -> Tensor:
+        """The gradient of the mean loss on a block of the meta set, for the model that was loaded, as in training:
+        buffers may move, so load it again."""
+        self.model.train()
+        self.gradient(Batch(self.meta[block], torch_seed(self.seed, "meta", round, block.start)))
+        return self.grad_P
 
     @torch.inference_mode()
     def score(self, block: slice) -> tuple[int, float]:
@@ -151,3 +260,11 @@ def normalisation(arrays: Arrays) -> tuple[list[float], list[float]]:
     """Scale and shift a channel, so that raw * scale + shift has mean 0 and deviation 1 over the training set."""
     mean, std = np.asarray(arrays.mean), np.asarray(arrays.std)
     return (1 / (255 * std)).tolist(), (-mean / std).tolist()
+
+
+def seed_layers(device: torch.device, seed: int) -> None:
+    """Seed what layers draw on a device. (`torch.manual_seed` seeds every device there is, in 60 times as long.)"""
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)

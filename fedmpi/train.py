@@ -6,6 +6,10 @@
     reduce    the sums for my slice: deltas and votes
     mask      and the server's step on my slice, piece by piece
     gather    the slices become the whole model on each rank
+    meta      where the algorithm has a meta step: one more gradient, over all ranks, and one more step
+
+What else a client's rule asks for goes along: further vectors that are summed in the same exchange (channels), vectors
+that all clients see (`State.shared`), and what each client keeps for its next time (`State.memory`).
 
 A client that raises or whose update cannot be averaged is left out, named and renormalised away; a round with fewer
 than `min_clients` fails on every rank with the same sentence, before the model is touched.
@@ -20,26 +24,28 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from .algorithms import Algorithm
+from .algorithms import Algorithm, MetaStep
 from .cohort import Cohort, draw
 from .comm import Comm
 from .errors import CommonError
-from .reduce import Part, reduce
-from .tally import Tally, Unusable
-from .task import Task, Trained, Work
+from .flat import Layout
+from .local import Channel, LocalRule
+from .memory import Memory
+from .reduce import Part, parts, reduce
+from .tally import Tally, Unusable, even_chunks
+from .task import Task, Trained
+from .work import Work
 
 log = logging.getLogger("fedmpi")
 
-PHASES = ("local", "wait", "reduce", "server", "gather")
-LOSS_UNIT = (
-    2.0**40
-)  # losses are summed as whole numbers of this unit, so that metrics are the same on any number of ranks
-MOST_LOSS = 2.0**20
+PHASES = ("local", "wait", "reduce", "server", "gather", "meta")
+UNIT = 2.0**40  # losses and steps are summed as whole numbers of 1 / UNIT, so they are the same on any number of ranks
+MOST = 2.0**20  # of a loss, and of steps
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,10 @@ class State:
     """the model's integer buffers"""
     moments: dict[str, Tensor]
     """the server's moments, of this rank's slice"""
+    shared: dict[str, Tensor] = field(default_factory=dict)
+    """the vectors that channels of the client's rule move, the same on every rank (SCAFFOLD's c)"""
+    memory: Memory = field(default_factory=Memory)
+    """what the clients whose home this rank is have kept (SCAFFOLD's c_n)"""
 
 
 @dataclass(frozen=True)
@@ -92,6 +102,8 @@ class Delivery:
     loss: float
     used: tuple[int, ...]
     dropped: tuple[int, ...]
+    steps: float = 1.0
+    """the weighted mean of the steps that a normalised rule divided by"""
 
 
 @dataclass(frozen=True)
@@ -122,7 +134,62 @@ class Clock:
             self.seconds[phase] += time.perf_counter() - started
 
 
-def begin(task: Task, algorithm: Algorithm, comm: Comm) -> State:
+class Ledger:
+    """The tallies of a rank: of the deltas, of every channel, and of the meta gradient. Collective to make."""
+
+    def __init__(
+        self,
+        comm: Comm,
+        algorithm: Algorithm,
+        layout: Layout,
+        cohort: int,
+        how: str,
+        clients: int,
+        device: torch.device | None = None,
+    ) -> None:
+        length = layout.padded(comm.size) // comm.size
+        squares = layout.params if algorithm.mask.second_moment else 0
+        self.rule, self.clients, self.params = algorithm.local, clients, layout.params
+        self.deltas = Tally(comm, length, cohort, how, device, squares=squares)
+        self.channels = {c.name: Tally(comm, length, cohort, "exact", device, votes=False) for c in self.rule.sends}
+        self.meta = Tally(comm, length, 1, "exact", device, votes=False) if algorithm.meta else None
+
+    def clear(self, cohort: Cohort) -> None:
+        """Make ready for a round."""
+        self.deltas.clear(cohort.total)
+        for channel in self.rule.sends:
+            self.channels[channel.name].clear(cohort.total if channel.to == "model" else self.clients)
+
+    def check(self, trained: Trained) -> None:
+        """Raise `Unusable` for what cannot be averaged."""
+        result, steps = trained.result, trained.result.steps
+        if not abs(trained.loss) < MOST:
+            raise Unusable(f"its training loss is {trained.loss:g}")
+        if self.rule.normalised and not 0 < steps < MOST:
+            raise Unusable(f"its steps are {steps:g}, which must lie between 0 and {MOST:g}")
+        for what, given, declared in (
+            ("sends", result.sends, self.channels),
+            ("keeps", result.keeps, self.rule.keeps),
+        ):
+            if set(given) != set(declared):
+                raise Unusable(f"it {what} {sorted(given)}, but its rule declares {sorted(declared)}")
+            for name, vector_P in given.items():
+                if vector_P.shape != (self.params,):
+                    raise Unusable(f"it {what} a '{name}' of shape {tuple(vector_P.shape)}, not ({self.params},)")
+                if not bool(vector_P.isfinite().all()):
+                    raise Unusable(f"it {what} a '{name}' that holds NaN or infinity")
+        self.deltas.check(trained.delta_N)
+        for name, tally in self.channels.items():
+            tally.check(result.sends[name])
+
+    def add(self, trained: Trained, weight: int) -> None:
+        """Fold in what has passed `check`. An error in here spoils the sums: it ends the run."""
+        self.deltas.add(trained.delta_N, weight)
+        for channel in self.rule.sends:
+            self.channels[channel.name].add(trained.result.sends[channel.name], weight if channel.to == "model" else 1)
+
+
+def begin(task: Task, algorithm: Algorithm, comm: Comm, memory: Memory | None = None) -> State:
     """The state before the first round: rank 0's model on every rank. Collective."""
     start_N, ints = task.start()
     comm.broadcast(start_N)
@@ -136,26 +203,30 @@ def begin(task: Task, algorithm: Algorithm, comm: Comm) -> State:
     moments = {
         name: torch.full((length,), value, device=task.device) for name, value in algorithm.server.moments.items()
     }
-    return State(0, model_N, ints, moments)
+    rule = algorithm.local
+    shared = {c.name: comm.vector(length, start_N.device) for c in rule.sends if c.to == "shared"}
+    memory = Memory(rule.keeps, task.layout.params) if memory is None else memory
+    return State(0, model_N, ints, moments, shared, memory)
 
 
 def rounds(state: State, plan: Plan, algorithm: Algorithm, task: Task, comm: Comm) -> Iterator[tuple[State, Report]]:
     """Train from `state` to the last round of the plan, yielding after each. Collective."""
-    tally = Tally(comm, state.model_N.numel() // comm.size, plan.cohort, plan.sum, task.device)
+    ledger = Ledger(comm, algorithm, task.layout, plan.cohort, plan.sum, task.partition.clients, task.device)
     while state.round < plan.rounds:
-        state, report = run_round(state, plan, algorithm, task, comm, tally)
+        state, report = run_round(state, plan, algorithm, task, comm, ledger)
         yield state, report
 
 
 def run_round(
-    state: State, plan: Plan, algorithm: Algorithm, task: Task, comm: Comm, tally: Tally
+    state: State, plan: Plan, algorithm: Algorithm, task: Task, comm: Comm, ledger: Ledger
 ) -> tuple[State, Report]:
     """One round, straight through. Collective."""
     number, clock, sent = state.round + 1, Clock(), comm.sent
-    cohort = draw(plan.seed, number, task.partition.sizes, plan.cohort, comm.size)
-    tally.clear(cohort.total)
+    at_home = bool(algorithm.local.keeps)
+    cohort = draw(plan.seed, number, task.partition.sizes, plan.cohort, comm.size, plan.work, at_home)
+    ledger.clear(cohort)
     with clock("local"):
-        counts, ints = train_clients(state, plan, algorithm, task, comm.rank, cohort, tally)
+        counts, ints = train_clients(state, plan, algorithm.local, task, comm.rank, cohort, ledger)
     with clock("wait"):
         comm.sum(counts)
     delivery = read_counts(counts, cohort)
@@ -163,61 +234,65 @@ def run_round(
         raise too_few(number, plan, delivery)
     ints = largest(ints, comm)
     one_each = cohort.most_on_a_rank == 1
-    seen = move_model(state, algorithm, delivery, tally, comm, task.layout.params, one_each, clock)
-    report = sum_up(number, delivery, seen, task.layout.params, comm, comm.sent - sent, clock)
-    return replace(state, round=number, ints=ints), report
+    seen = move_model(state, algorithm, delivery, ledger, comm, task.layout.params, one_each, clock)
+    state = replace(state, round=number, ints=ints)
+    if algorithm.meta is not None and ledger.meta is not None:
+        with clock("meta"):
+            take_meta_step(state, algorithm.meta, task, ledger.meta, comm)
+    return state, sum_up(number, delivery, seen, task.layout.params, comm, comm.sent - sent, clock)
 
 
 def train_clients(
-    state: State, plan: Plan, algorithm: Algorithm, task: Task, rank: int, cohort: Cohort, tally: Tally
+    state: State, plan: Plan, rule: LocalRule, task: Task, rank: int, cohort: Cohort, ledger: Ledger
 ) -> tuple[Tensor, Tensor]:
-    """Train this rank's clients into the tally; returns this rank's counts, and its largest integer buffers.
+    """Train this rank's clients into the ledger; returns this rank's counts, and its largest integer buffers.
 
-    Counts: the weight delivered, the weighted loss in whole units, and a 1 at the cohort position of each client that
-    delivered.
+    Counts: the weight delivered, the weighted loss and the weighted steps in whole units, and a 1 at the cohort
+    position of each client that delivered.
     """
-    counts = torch.zeros(2 + len(cohort.cids), dtype=torch.int64)
+    counts = torch.zeros(3 + len(cohort.cids), dtype=torch.int64)
     ints = state.ints
     for i in cohort.at(rank):
-        weight = cohort.weights[i]
-        result = train_client(state, plan, algorithm, task, cohort.cids[i], tally)
-        if result is None:
+        weight, cid = cohort.weights[i], cohort.cids[i]
+        trained = train_client(state, plan, rule, task, cid, ledger)
+        if trained is None:
             continue
-        tally.add(result.delta_N, weight)
-        counts[0] += weight
-        counts[1] += round(result.loss * weight / cohort.total * LOSS_UNIT)
-        counts[2 + i] = 1
-        ints = torch.maximum(ints, result.ints)
+        ledger.add(trained, weight)
+        state.memory.write(cid, trained.result.keeps)
+        share = weight / cohort.total * UNIT
+        steps = trained.result.steps if rule.normalised else 1.0
+        counts[:3] += torch.tensor([weight, round(trained.loss * share), round(steps * share)])
+        counts[3 + i] = 1
+        ints = torch.maximum(ints, trained.ints)
     return counts, ints
 
 
-def train_client(state: State, plan: Plan, algorithm: Algorithm, task: Task, cid: int, tally: Tally) -> Trained | None:
+def train_client(state: State, plan: Plan, rule: LocalRule, task: Task, cid: int, ledger: Ledger) -> Trained | None:
     """What one client brings back, or None, with the reason in the log, where that cannot be used.
 
     What a client's training raises (out of memory, an error in a user's rule or model) must not end the run of all.
     """
     number = state.round + 1
     try:
-        job = task.job(state.model_N, state.ints, number, cid, plan.work)
-        result = job.finish(algorithm.local(job))
-        if not abs(result.loss) < MOST_LOSS:
-            raise Unusable(f"its training loss is {result.loss:g}")
-        tally.check(result.delta_N)
+        job = task.job(state.model_N, state.ints, number, cid, plan.work, state.shared, state.memory.read(cid))
+        trained = job.finish(rule(job))
+        ledger.check(trained)
     except Unusable as why:
         log.warning("round %d: client %d left out: %s", number, cid, why)
         return None
     except Exception:
         log.exception("round %d: client %d left out: its training raised", number, cid)
         return None
-    return result
+    return trained
 
 
 def read_counts(counts: Tensor, cohort: Cohort) -> Delivery:
     """What the summed counts mean."""
-    weight, loss, *delivered = counts.tolist()
+    weight, loss, steps, *delivered = counts.tolist()
     used = tuple(cid for cid, d in zip(cohort.cids, delivered, strict=True) if d)
     dropped = tuple(cid for cid, d in zip(cohort.cids, delivered, strict=True) if not d)
-    return Delivery(weight, loss / LOSS_UNIT * cohort.total / max(weight, 1), used, dropped)
+    scale = cohort.total / max(weight, 1) / UNIT
+    return Delivery(weight, loss * scale, used, dropped, steps * scale)
 
 
 def too_few(number: int, plan: Plan, delivery: Delivery) -> CommonError:
@@ -242,41 +317,87 @@ def move_model(
     state: State,
     algorithm: Algorithm,
     delivery: Delivery,
-    tally: Tally,
+    ledger: Ledger,
     comm: Comm,
     params: int,
     one_each: bool,
     clock: Clock,
 ) -> Seen:
-    """The collective and what it is for: from every rank's tally to the new model on every rank. Collective.
+    """The collective and what it is for: from every rank's tallies to the new model on every rank. Collective.
 
     Returns what was seen of this rank's slice.
     """
     seen = Seen.nothing(state.model_N.device)
-    parts = reduce(comm, tally, params, delivery.weight, one_each)
+    pieces = reduce(comm, ledger.deltas, params, delivery.weight, one_each, also=list(ledger.channels.values()))
     while True:
         with clock("reduce"):
-            part = next(parts, None)
+            part = next(pieces, None)
         if part is None:
             break
         with clock("server"):
-            apply(part, state, algorithm, params, len(delivery.used), seen)
+            apply(part, state, algorithm, params, delivery, seen)
+    with clock("server"):
+        for channel in algorithm.local.sends:
+            add_channel(channel, state, delivery, ledger.channels[channel.name], comm, params)
     with clock("gather"):
-        comm.gather(state.model_N)
+        for vector_N in (state.model_N, *state.shared.values()):
+            comm.gather(vector_N)
     return seen
 
 
-def apply(part: Part, state: State, algorithm: Algorithm, params: int, clients: int, seen: Seen) -> None:
+def apply(part: Part, state: State, algorithm: Algorithm, params: int, delivery: Delivery, seen: Seen) -> None:
     """Move one piece of the model by the masked mean; count the elements kept and the votes into `seen`."""
     w = state.model_N[part.start : part.stop]
     if part.start >= params:
         w.add_(part.mean)  # buffers: averaged, never masked, never touched by the server's rule
         return
-    mask = algorithm.mask(part.votes, clients)
+    assert part.votes is not None, "deltas are voted on"
+    mask = algorithm.mask(part.votes, len(delivery.used), part.mean, part.square)
     seen.kept.add_(mask.floor().sum())
     seen.votes.add_(count_votes(part.votes))
+    mean = part.mean.mul_(delivery.steps) if algorithm.local.normalised else part.mean
     moments = {name: moment[part.own] for name, moment in state.moments.items()}
-    algorithm.server.step(w, part.mean, mask, moments, state.round + 1)
+    algorithm.server.step(w, mean, mask, moments, state.round + 1)
+
+
+def add_channel(channel: Channel, state: State, delivery: Delivery, tally: Tally, comm: Comm, params: int) -> None:
+    """Add this rank's slice of a channel, which has been exchanged, to the vector that it is for."""
+    to_model = channel.to == "model"
+    target_N = state.model_N if to_model else state.shared[channel.name]
+    for part in parts(comm, tally, params, delivery.weight if to_model else tally.total):
+        if part.start < params:
+            target_N[part.start : part.stop].add_(part.mean)
+
+
+def take_meta_step(state: State, step: MetaStep, task: Task, tally: Tally, comm: Comm) -> None:
+    """w -= lr * gradient of the mean loss on the meta set, in place. Collective.
+
+    The set is cut into blocks that go round the ranks, and their gradients are summed exactly: the same bits on any
+    number of ranks.
+    """
+    tally.clear(len(task.meta))
+    bad = torch.zeros(1, dtype=torch.int64)
+    for number, block in enumerate(even_chunks(len(task.meta), step.batch)):
+        if number % comm.size == comm.rank:
+            task.load(state.model_N, state.ints)  # for each block: it must not depend on the ones before it
+            gradient_P = task.meta_gradient(block, state.round)
+            try:
+                tally.check(gradient_P)
+            except Unusable:
+                bad += 1
+                continue
+            tally.add(gradient_P, block.stop - block.start)
+    comm.sum(bad)
+    if bad:
+        raise CommonError(
+            f"round {state.round}: the gradient on the meta set is not a number or beyond {tally.limit:g}: the model "
+            "has diverged; lower --meta.lr, --server.lr or --local.lr"
+        )
+    comm.exchange(*tally.kinds)
+    for part in parts(comm, tally, task.layout.params, tally.total):
+        if part.start < task.layout.params:
+            state.model_N[part.start : part.stop].sub_(part.mean.mul_(step.lr))
+    comm.gather(state.model_N)
 
 
 def count_votes(votes: Tensor) -> Tensor:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import nn
 
-from fedmpi.algorithms import Algorithm
+from fedmpi.algorithms import Algorithm, MetaStep
 from fedmpi.comm import Comm
 from fedmpi.comm.threads import run_threads
 from fedmpi.data import Arrays, Partition
 from fedmpi.local import LocalRule, sgd
 from fedmpi.masks import make_mask
+from fedmpi.memory import Memory
 from fedmpi.server import ServerKnobs, make_server
 from fedmpi.task import Task, Work
 from fedmpi.train import Plan, Report, State, begin, rounds
@@ -45,31 +48,43 @@ def plain_model() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
 
 
-def tasks(size: int, make=norm_model) -> list[Task]:
+def tasks(size: int, make=norm_model, meta: np.ndarray | None = None) -> list[Task]:
     """The same task for each rank, made one after another because torch's seed belongs to the process."""
     out = []
     for _ in range(size):
         torch.manual_seed(3)
-        out.append(Task(make(), arrays(), partition(), seed=11, device=CPU, ranks=size))
+        out.append(Task(make(), arrays(), partition(), seed=11, device=CPU, ranks=size, meta=meta))
     return out
 
 
 def algorithm(
-    mask: str = "gma", server: str = "sgd", tau: float = 0.4, local: LocalRule | None = None, **knobs
+    mask: str = "gma",
+    server: str = "sgd",
+    tau: float = 0.4,
+    local: LocalRule | None = None,
+    meta: MetaStep | None = None,
+    **knobs,
 ) -> Algorithm:
-    return Algorithm(local or sgd(0.05, 0.9), make_mask(mask, tau), make_server(server, ServerKnobs(**knobs)))
+    return Algorithm(local or sgd(0.05, 0.9), make_mask(mask, tau), make_server(server, ServerKnobs(**knobs)), meta)
 
 
 def plan(**changes) -> Plan:
     return Plan(**({"seed": 11, "rounds": 3, "cohort": 5, "work": Work(epochs=2, batch=4)} | changes))
 
 
-def federate(size: int, algo: Algorithm, how: Plan | None = None, make=norm_model) -> tuple[list[State], list[Report]]:
+def federate(
+    size: int,
+    algo: Algorithm,
+    how: Plan | None = None,
+    make=norm_model,
+    meta: np.ndarray | None = None,
+    memory: Callable[[], Memory] | None = None,
+) -> tuple[list[State], list[Report]]:
     """Every rank's last state, and rank 0's reports."""
-    ours, how = tasks(size, make), how or plan()
+    ours, how = tasks(size, make, meta), how or plan()
 
     def work(comm: Comm) -> tuple[State, list[Report]]:
-        state, reports = begin(ours[comm.rank], algo, comm), []
+        state, reports = begin(ours[comm.rank], algo, comm, memory() if memory else None), []
         for after, report in rounds(state, how, algo, ours[comm.rank], comm):
             state = after
             reports.append(report)

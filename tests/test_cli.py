@@ -82,13 +82,14 @@ def told(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
         main(["train", "--help"])
     assert left.value.code == 0
     options = re.split(r"^  --", capsys.readouterr().out, flags=re.MULTILINE)[1:]
-    return {option.split()[0]: " ".join(option.split()[2:]) for option in options}
+    aliased = (re.sub(r"^(\S+ \S+), --\S+ \S+", r"\1", option) for option in options)  # --list X, --list+ X
+    return {option.split()[0]: " ".join(option.split()[2:]) for option in aliased}
 
 
 def test_the_help_of_train_tells_every_knob(told: dict[str, str]) -> None:
     for name, value in knobs(Config()).items():
         if not hasattr(value, "__dataclass_fields__"):
-            assert re.match(r"[a-z].{8,} \(type: ", told[name]), f"--{name} is not explained: {told[name]}"
+            assert re.match(r"(GiB|[a-z]).{8,} \(type: ", told[name]), f"--{name} is not explained: {told[name]}"
 
 
 @pytest.mark.parametrize(
@@ -240,12 +241,29 @@ def test_print_config_prints_what_reads_back_the_same(capsys: pytest.CaptureFixt
         (["--server.mom", "0.9"], "unknown option '--server.mom'; did you mean '--server.momentum'?"),
         (["--quantum"], "unknown option '--quantum'; 'fedmpi train --help' lists what there is"),
         (["fedavg"], "unknown option 'fedavg'; 'fedmpi train --help' lists what there is"),
-        (["--tau", "much"], "--tau is 'much'; it must be a number"),
-        (["--tau", "nan"], "--tau is 'nan'; it must be a number"),
+        (["--tau", "much"], "--tau is 'much'; it must be a number or null"),
+        (["--tau", "nan"], "--tau is 'nan'; it must be a number or null"),
         (["--tau", "1.5"], "--tau is 1.5; it must be in [0, 1]"),
         (["--local.steps", "0.5"], "--local.steps is '0.5'; it must be a whole number or null"),
         (["--clients", "null"], "--clients is 'None'; it must be a whole number"),
         (["--tau"], "argument --tau: expected one argument"),
+        (["--tau", "-0.1"], "--tau is -0.1; it must be in [0, 1]"),
+        (["--sharpness", "0"], "--sharpness is 0.0; it must be above 0"),
+        (["--local.epochs", "0"], "--local.epochs is 0; it must be at least 1"),
+        (["--local.momentum", "1"], "--local.momentum is 1.0; it must be in [0, 1)"),
+        (["--local.clip", "-1"], "--local.clip is -1.0; it must be at least 0"),
+        (["--local.mu", "-1"], "--local.mu is -1.0; it must be at least 0"),
+        (["--local.mu", "null"], "--local.mu is 'None'; it must be a number"),
+        (["--meta.size", "-1"], "--meta.size is -1; it must be at least 0"),
+        (["--meta.size", "half"], "--meta.size is 'half'; it must be a whole number or null"),
+        (["--meta.lr", "-1"], "--meta.lr is -1.0; it must be at least 0"),
+        (["--meta.seed", "-1"], "--meta.seed is -1; it must be at least 0"),
+        (["--meta.batch", "0"], "--meta.batch is 0; it must be in [1, 2.14748e+09]"),
+        (["--meta.share", "perhaps"], "--meta.share is 'perhaps'; it must be true or false or null"),
+        (["--meta.weights", "[-1, 2]"], "--meta.weights are [-1.0, 2.0]; they must be numbers >= 0, and not all zero"),
+        (["--meta.weights", "much"], "--meta.weights is 'much'; it must be a list of numbers or null"),
+        (["--memory.limit", "-1"], "--memory.limit is -1.0; it must be at least 0"),
+        (["--memory.limit", "much"], "--memory.limit is 'much'; it must be a number"),
         (
             ["--cohort", "11", "--clients", "10"],
             "--cohort is 11 but there are only 10 clients; lower --cohort or raise --clients",
@@ -278,13 +296,58 @@ def test_abbreviations_are_refused(short: str, capsys: pytest.CaptureFixture[str
         ("server.rule", "adagrat", "adagrad"),
         ("server.variant", "redi", "reddi"),
         ("device", "cup", "cpu"),
+        ("local.rule", "scafold", "scaffold"),
+        ("local.schedule", "cosin", "cosine[:last]"),
+        ("server.schedule", "stepp:3,0.1", "step:rounds,factor"),
+        ("local.schedule", "warmup:3+cosin", "cosine[:last]"),
+        ("local.work", "unifrom:0.1,1", "uniform:low,high"),
     ],
 )
 def test_an_unknown_name_is_told_its_neighbour_and_leaves_nothing(
     option: str, given: str, near: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = refused(capsys, "train", *QUICK, "--out", "run", f"--{option}", given)
-    assert re.match(rf"unknown [\w ()-]+ '{given}'; did you mean '{near}'\? known: ", said)
+    told = given.rpartition("+")[2]  # a warm-up is told apart from what follows it
+    assert re.match(rf"unknown [\w .()-]+ '{re.escape(told)}'; did you mean '{re.escape(near)}'\? known: ", said)
+    assert not Path("run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--local.schedule step:3", "--local.schedule is 'step:3'; write it as step:rounds,factor, with numbers"),
+        ("--server.schedule cosine:2", "--server.schedule is 'cosine:2'; its factor must lie in [0, 1]"),
+        (
+            "--local.schedule warmup:0.5",
+            "--local.schedule is 'warmup:0.5'; a warm-up takes a whole number of rounds, ...",
+        ),
+        ("--local.work uniform:0,1", "--local.work is 'uniform:0,1'; it needs 0 < low <= high <= 1, and a part in ..."),
+        ("--local.work stragglers:0.5", "--local.work is 'stragglers:0.5'; write it as stragglers:part,low,high, ..."),
+        ("--algorithm scaffold --local.option III", "unknown --local.option 'III'; ...known: I, II"),
+        ("--algorithm fedgma2021 --local.gradient first", "unknown --local.gradient 'first'; ...known: initial, last"),
+        ("--algorithm fedmeta", "--meta.size is 600 but there are only 200 samples; leave some for the clients"),
+        ("--algorithm fedmeta --meta.size 0", "--meta.lr is ... but --meta.size is 0; give the number of samples ..."),
+        ("--algorithm fedshare --meta.size 0", "--meta.share is true but --meta.size is 0; give the number ..."),
+        ("--meta.size 20", "--meta.size is 20 but nothing uses those samples; give --meta.lr ..."),
+        (
+            "--algorithm fedmeta --meta.size 20 --meta.weights [1,1]",
+            "--meta.weights are 2 numbers, but the data have 3 classes: give one each",
+        ),
+        (
+            "--algorithm fedmeta --meta.size 70 --meta.weights [1,0,0]",
+            "--meta.weights ask for 70 samples of class 0, which has 67; lower its weight or --meta.size",
+        ),
+        (
+            "--algorithm scaffold --memory.folder nowhere",
+            "--memory.folder nowhere is no folder that can be written; make it or name another",
+        ),
+    ],
+)
+def test_a_knob_of_an_algorithm_is_refused_in_one_sentence_before_anything_is_written(
+    words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = refused(capsys, "train", *QUICK, "--out", "run", *words.split())
+    assert re.fullmatch(".*".join(map(re.escape, said.split("..."))), told), told
     assert not Path("run").exists()
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from itertools import product
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedmpi.cohort import Cohort, draw, place
+from fedmpi.cohort import Cohort, draw, home, place
+from fedmpi.work import Work, make_share
 
 SIZES = st.lists(st.integers(1, 500), min_size=1, max_size=40)
 SEEDS = st.integers(0, 2**40)
@@ -106,3 +108,74 @@ def test_positions_on_the_ranks_make_up_the_cohort() -> None:
     cohort = Cohort(cids=(2, 5, 9, 11), weights=(1, 1, 1, 1), ranks=(1, 0, 1, 1))
     assert [cohort.at(rank) for rank in range(3)] == [[1], [0, 2, 3], []]
     assert cohort.most_on_a_rank == 3
+
+
+# Placement by work
+
+
+def test_clients_are_placed_by_their_samples_where_no_work_is_given() -> None:
+    sizes = np.array([64, 1, 1, 1])
+    assert draw(0, 1, sizes, 4, 2).ranks == (0, 1, 1, 1)
+
+
+def test_clients_are_placed_by_their_steps_and_weighed_by_their_samples() -> None:
+    # batches of 32: 64 samples are 2 steps, 1 sample is 1; so the large one has a rank and goes back to share it
+    sizes = np.array([64, 1, 1, 1])
+    cohort = draw(0, 1, sizes, 4, 2, Work(batch=32))
+    assert cohort.ranks == (0, 1, 1, 0) and cohort.weights == (64, 1, 1, 1)
+    # so many steps for everyone: they go round the ranks, whatever they have
+    assert draw(0, 1, sizes, 4, 2, Work(steps=5)).ranks == (0, 1, 0, 1)
+
+
+@settings(deadline=None)
+@given(SIZES, SEEDS, st.integers(1, 1000), st.integers(1, 5), st.data())
+def test_uneven_work_is_placed_by_what_each_client_will_really_do(
+    sizes: list[int], seed: int, round: int, ranks: int, data: st.DataObject
+) -> None:
+    count = data.draw(st.integers(1, len(sizes)))
+    work = Work(epochs=3, batch=8, share=make_share("stragglers:0.5,0.1,0.4"))
+    cohort = draw(seed, round, np.array(sizes), count, ranks, work)
+    steps = [work.count(seed, round, cid, sizes[cid]) for cid in cohort.cids]
+    assert cohort.ranks == place(steps, ranks)
+    without = draw(seed, round, np.array(sizes), count, ranks)
+    assert (cohort.cids, cohort.weights) == (without.cids, without.weights)
+
+
+def test_a_straggler_leaves_room_on_its_rank() -> None:
+    # equal clients would go round the ranks; where some do a tenth, the busiest rank has less than by that placement
+    work, sizes = Work(epochs=10, batch=1, share=make_share("stragglers:0.5,0.1,0.1")), np.full(8, 10)
+    better = 0
+    for round in range(1, 21):
+        cohort = draw(0, round, sizes, 8, 2, work)
+        steps = [work.count(0, round, cid, 10) for cid in cohort.cids]
+        busiest = max(sum(steps[i] for i in cohort.at(rank)) for rank in range(2))
+        in_turn = max(sum(steps[0::2]), sum(steps[1::2]))
+        assert busiest <= in_turn
+        better += busiest < in_turn
+    assert better > 5
+
+
+# Homes
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_homes_go_round_the_ranks(ranks: int) -> None:
+    assert [home(cid, ranks) for cid in range(2 * ranks)] == [*range(ranks), *range(ranks)]
+
+
+@settings(deadline=None)
+@given(SIZES, SEEDS, st.integers(1, 1000), st.integers(1, 8), st.data())
+def test_a_client_with_a_memory_trains_at_home_in_every_round(
+    sizes: list[int], seed: int, round: int, ranks: int, data: st.DataObject
+) -> None:
+    count = data.draw(st.integers(1, len(sizes)))
+    cohort = draw(seed, round, np.array(sizes), count, ranks, Work(), at_home=True)
+    assert cohort.ranks == tuple(cid % ranks for cid in cohort.cids)
+    elsewhere = draw(seed, round, np.array(sizes), count, ranks, Work())
+    assert (cohort.cids, cohort.weights) == (elsewhere.cids, elsewhere.weights)
+
+
+def test_homes_can_leave_a_rank_without_clients_and_another_with_all() -> None:
+    cohort = draw(0, 1, np.ones(100, dtype=np.int64), 5, 2, at_home=True)
+    assert cohort.cids == (29, 30, 43, 45, 93) and cohort.ranks == (1, 0, 1, 1, 1)
+    assert cohort.most_on_a_rank == 4

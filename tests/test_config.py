@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator
@@ -17,8 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedmpi.algorithms import ALGORITHMS, build, resolve
-from fedmpi.config import Config, Local, Server, check, check_bounds
+from fedmpi.config import Config, Local, Meta, Server, check, check_bounds
 from fedmpi.errors import UserError
+from fedmpi.local import RULES as LOCAL_RULES
 from fedmpi.masks import MASKS
 from fedmpi.options import parse
 from fedmpi.server import RULES as SERVER_RULES
@@ -176,14 +178,26 @@ def test_a_file_may_use_dotted_names(tmp_path: Path) -> None:
 
 
 def test_every_knob_is_an_option() -> None:
-    words = []
+    examples: dict[str, tuple[str, Any]] = {
+        "str": ("x", "x"),
+        "bool": ("false", False),
+        "list[float]": ("[2, 1]", [2, 1]),
+    }
+
+    def example(f: Field[Any]) -> tuple[str, Any]:
+        return examples.get(str(f.type).partition(" ")[0], ("1", 1))
+
+    cfg = parse([word for name, f in KNOBS.items() for word in (f"--{name}", example(f)[0])])
     for name, f in KNOBS.items():
-        word = {"str": "x", "bool": "false"}.get(str(f.type).partition(" ")[0], "1")
-        words += [f"--{name}", word]
-    cfg = parse(words)
-    for name, f in KNOBS.items():
-        value = attrgetter(name)(cfg)
-        assert value == {"str": "x", "bool": False}.get(str(f.type).partition(" ")[0], 1), name
+        assert attrgetter(name)(cfg) == example(f)[1], name
+
+
+SPECS = {
+    "schedule": ["constant", "step:30,0.1", "cosine", "cosine:0.01", "warmup:5+cosine", "warmup:3"],
+    "work": ["full", "uniform:0.25,1.0", "stragglers:0.5,0.1,0.5"],
+    "option": ["I", "II"],
+    "gradient": ["last", "initial"],
+}
 
 
 @st.composite
@@ -204,8 +218,12 @@ def configs(draw: st.DrawFn) -> Config:
                     else st.floats(low, high, exclude_min=f.metadata["open_low"], exclude_max=f.metadata["open_high"])
                 )
                 changes[f.name] = draw(drawn | st.none() if default is None else drawn)
-            elif isinstance(default, bool):
-                changes[f.name] = draw(st.booleans())
+            elif str(f.type).startswith("bool"):
+                changes[f.name] = draw(st.booleans() | st.none() if default is None else st.booleans())
+            elif str(f.type).startswith("list"):
+                changes[f.name] = draw(st.none() | st.lists(st.floats(0, 1e6), min_size=1, max_size=5))
+            elif f.name in SPECS:
+                changes[f.name] = draw(st.sampled_from(SPECS[f.name]))
             else:
                 words = st.from_regex(r"[a-z/_.~ :#'-]*[a-z]{2}\.[a-z]", fullmatch=True)
                 changes[f.name] = draw(words | st.none() if default is None else words)
@@ -230,21 +248,30 @@ def test_what_a_run_writes_down_reads_back_the_same(tmp_path_factory: pytest.Tem
 def test_a_row_fills_in_what_was_left_out(name: str) -> None:
     row, cfg = ALGORITHMS[name], resolve(replace(Config(), algorithm=name))
     assert (cfg.local.rule, cfg.local.lr) == (row.local, row.local_lr)
+    assert (cfg.local.momentum, cfg.local.epochs, cfg.local.clip) == (row.local_momentum, row.epochs, row.clip)
+    assert (cfg.mask, cfg.tau) == (row.mask, row.tau)
+    assert (cfg.meta.size, cfg.meta.lr, cfg.meta.share) == (row.meta_size, row.meta_lr, row.share)
     assert (cfg.server.rule, cfg.server.lr, cfg.server.momentum) == (row.server, row.server_lr, row.server_momentum)
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_a_row_never_overrides_what_was_given(name: str) -> None:
-    local = Local(rule="sgd", lr=0.123, momentum=0.0, epochs=4)
+    local = Local(rule="sgd", lr=0.123, momentum=0.0, epochs=4, clip=0.0)
     server = Server(rule="adagrad", lr=7.0, momentum=0.0, b2=0.0, eps=0.5)
-    cfg = resolve(replace(Config(), algorithm=name, local=local, server=server))
-    assert cfg.local == local and cfg.server == server
+    meta = Meta(size=7, lr=0.5, share=False)
+    asked = replace(Config(), algorithm=name, mask="sand", tau=0.0, local=local, server=server, meta=meta)
+    assert resolve(asked) == asked
 
 
 def test_a_given_zero_is_given() -> None:
     cfg = resolve(replace(Config(), algorithm="fedavgm", server=Server(momentum=0.0)))
     assert cfg.server.momentum == 0.0
     assert build(cfg).server.moments == {}
+    given_zeros = replace(Config(), algorithm="fedmeta", tau=0.0, local=Local(momentum=0.0), meta=Meta(0, 0.0, False))
+    cfg = resolve(given_zeros)
+    assert (cfg.tau, cfg.local.momentum, cfg.meta) == (0.0, 0.0, given_zeros.meta)
+    assert build(cfg).meta is None
+    assert resolve(replace(Config(), algorithm="uga", local=Local(clip=0.0))).local.clip == 0.0  # its own is not 0
     assert build(resolve(replace(Config(), algorithm="fedavgm"))).server.moments == {"z": 0.0}
 
 
@@ -254,9 +281,34 @@ def test_resolving_twice_changes_nothing_more() -> None:
         assert resolve(once) == once
 
 
-def test_the_mask_and_the_rest_are_no_business_of_the_row() -> None:
+def test_the_rest_is_no_business_of_the_row() -> None:
     cfg = replace(Config(), algorithm="fedyogi", mask="and", tau=0.9, rounds=3)
-    assert replace(resolve(cfg), local=cfg.local, server=cfg.server) == cfg
+    assert replace(resolve(cfg), local=cfg.local, server=cfg.server, meta=cfg.meta) == cfg
+
+
+def test_only_fedgma2021_comes_with_a_mask_of_its_own() -> None:
+    masks = {name: (row.mask, row.tau) for name, row in ALGORITHMS.items()}
+    assert masks.pop("fedgma2021") == ("and", 0.8)
+    assert set(masks.values()) == {("gma", 0.4)}
+
+
+def test_a_free_combination_starts_from_the_values_of_the_rows_that_have_its_rules() -> None:
+    """UGA sends gradients and needs a row of its own for its rates, whichever algorithm it is put into."""
+
+    def values(algorithm: str, local: str | None, server: str | None) -> tuple[Any, ...]:
+        asked = replace(Config(), algorithm=algorithm, local=Local(rule=local), server=Server(rule=server))
+        cfg = resolve(asked)
+        of_client = (cfg.local.rule, cfg.local.lr, cfg.local.momentum, cfg.local.epochs, cfg.local.clip)
+        return (*of_client, cfg.server.rule, cfg.server.lr, cfg.server.momentum)
+
+    assert values("fedavg", "uga", None) == values("uga", None, None)
+    assert values("fedavg", None, "yogi") == values("fedyogi", None, None)
+    assert values("uga", "sgd", None) == values("fedavg", None, None)
+    assert values("fedavgm", "prox", None)[-1] == 0.9, "the server's rule is the row's own, and so is its momentum"
+    assert values("fedavgm", None, "yogi") == values("fedyogi", None, None)
+    assert values("fedavg", "mine:rule", None) == ("mine:rule", *values("fedavg", None, None)[1:])
+    for name, row in ALGORITHMS.items():
+        assert values(name, row.local, row.server) == values(name, None, None)
 
 
 def test_rules_combine_freely() -> None:
@@ -270,8 +322,9 @@ def test_rules_combine_freely() -> None:
 def test_every_algorithm_builds_with_every_mask(name: str, mask: str) -> None:
     algorithm = build(resolve(replace(Config(), algorithm=name, mask=mask, tau=0.4)))
     votes = torch.tensor([4, -4, 3, 0], dtype=torch.int8)
-    assert algorithm.mask(votes, 10).tolist() == pytest.approx(
-        {"mean": [1, 1, 1, 1], "gma": [1, 1, 0.3, 0], "and": [1, 1, 0, 0]}[mask]
+    mean, square = torch.full((4,), 0.5), torch.full((4,), 0.5)  # half of the mean square is variance
+    assert algorithm.mask(votes, 10, mean, square).tolist() == pytest.approx(
+        {"mean": [1, 1, 1, 1], "gma": [1, 1, 0.3, 0], "and": [1, 1, 0, 0], "sand": [0, 0, 0, 0]}[mask], abs=1e-6
     )
     w, d = torch.zeros(4), torch.tensor([1.0, -1.0, 1.0, 1.0])
     moments = {key: torch.full((4,), start) for key, start in algorithm.server.moments.items()}
@@ -281,6 +334,53 @@ def test_every_algorithm_builds_with_every_mask(name: str, mask: str) -> None:
 
 def test_every_named_rule_is_in_its_table() -> None:
     assert {row.server for row in ALGORITHMS.values()} <= set(SERVER_RULES)
+    assert {row.local for row in ALGORITHMS.values()} == set(LOCAL_RULES)
+    assert {row.mask for row in ALGORITHMS.values()} <= set(MASKS)
+
+
+def test_there_are_the_thirteen_algorithms_of_the_specification() -> None:
+    assert sorted(ALGORITHMS) == sorted(
+        "fedavg fedavgm fedprox scaffold fednova fedadam fedyogi fedadagrad uga fedmeta fedmeta-uga fedshare "
+        "fedgma2021".split()
+    )
+
+
+class Slope:
+    """A job of two steps on the loss x^2 / 2 from x = 1."""
+
+    def __init__(self, round: int) -> None:
+        self.round, self.start_P, self.x_P, self.delta_P = round, torch.ones(1), torch.ones(1), torch.zeros(1)
+        self.shared, self.memory = {"control": torch.zeros(1)}, {"control": torch.zeros(1)}
+
+    def batches(self, leave: int = 0) -> list[int]:
+        return [0, 1]
+
+    def everything(self) -> list[tuple[int, float]]:
+        return [(0, 1.0)]
+
+    def grad(self, x_P: torch.Tensor, batch: int) -> torch.Tensor:
+        return x_P.clone()
+
+    def aside(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+def test_the_knobs_of_a_rule_reach_it() -> None:
+    """Each knob that a rule reads, turned, changes what the rule does to a job."""
+
+    def moved(algorithm: str, lr_factor: float = 1.0, **local: Any) -> list[float]:
+        local = {"lr": 0.5 * lr_factor, "momentum": 0.0} | local
+        cfg = resolve(replace(Config(), algorithm=algorithm, rounds=4, local=Local(**local)))
+        result = build(cfg).local(Slope(round=3))
+        return [*result.delta_P.tolist(), *(x for v in result.keeps.values() for x in v.tolist())]
+
+    assert moved("fedprox") != moved("fedprox", mu=0.5)
+    assert moved("fedavg") != moved("fedavg", clip=0.25)
+    assert moved("fedavg") != moved("fedavg", weight_decay=0.5)
+    assert moved("scaffold") != moved("scaffold", option="I")
+    assert moved("fedgma2021") != moved("fedgma2021", gradient="initial")
+    half_rate = moved("fedavg", schedule="step:2,0.5")  # round 3 of 4, after one step of the schedule
+    assert half_rate == moved("fedavg", lr_factor=0.5) != moved("fedavg")
 
 
 @pytest.mark.parametrize(
@@ -291,6 +391,15 @@ def test_every_named_rule_is_in_its_table() -> None:
         ({"local": Local(rule="sdg")}, "unknown local rule 'sdg'; did you mean 'sgd'"),
         ({"server": Server(rule="yogy")}, "unknown server rule 'yogy'; did you mean 'yogi'"),
         ({"server": Server(variant="redi")}, "unknown server variant 'redi'; did you mean 'reddi'"),
+        ({"local": Local(rule="prux")}, "unknown local rule 'prux'; did you mean 'prox'"),
+        ({"mask": "sant"}, "unknown mask 'sant'; did you mean 'sand'"),
+        ({"local": Local(schedule="cosin")}, r"unknown --local.schedule 'cosin'; did you mean 'cosine\[:last\]'"),
+        ({"server": Server(schedule="stepp:1,1")}, "unknown --server.schedule 'stepp:1,1'; did you mean 'step:rou"),
+        ({"algorithm": "scaffold", "local": Local(option="IV")}, "unknown --local.option 'IV'; .*known: I, II$"),
+        (
+            {"algorithm": "fedgma2021", "local": Local(gradient="lst")},
+            "unknown --local.gradient 'lst'; did you mean 'last",
+        ),
     ],
 )
 def test_an_unknown_name_is_told_its_neighbour(changes: dict[str, Any], sentence: str) -> None:

@@ -66,6 +66,14 @@ def test_a_round_that_was_not_scored_shows_no_score() -> None:
     assert said.startswith("round 3/5  train 1.2500  kept") and "acc" not in said
 
 
+def test_a_meta_step_is_shown_where_there_was_one() -> None:
+    timed = report(seconds=report().seconds | {"meta": 0.25})
+    assert "  comm 0.12s  meta 0.25s  eval 0.50s" in line(timed, 5)
+    assert "meta" not in line(report(seconds=report().seconds | {"meta": 0.0}), 5)
+    assert "meta" not in line(report(), 5)
+    assert record(timed)["seconds"]["meta"] == 0.25
+
+
 def test_clients_left_out_are_counted_in_the_line() -> None:
     assert "  dropped 2  local" in line(report(dropped=(4, 8)), 5)
     assert "dropped" not in line(report(), 5)

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from fedmpi.comm import Comm
 from fedmpi.comm.threads import run_threads
-from fedmpi.reduce import pieces, reduce
+from fedmpi.reduce import parts, pieces, reduce
 from fedmpi.tally import FRACTION_BITS, SUMS, Tally, Unusable
+
+LIMIT = 2.0**17  # of a delta in an exact sum; with squares 2**4
 
 
 @dataclass(frozen=True)
@@ -25,11 +27,12 @@ class Case:
     weights: list[int]
     ranks: list[int]
     size: int
+    limit: float = LIMIT
 
     @property
     def usable(self) -> list[int]:
-        limit = 2.0**17  # that of exact; the float range is wider, and no case lies in between
-        return [i for i, d in enumerate(self.deltas) if np.isfinite(d).all() and (abs(d) < limit).all()]
+        """Those within the range of exact; the float range is wider, and no case lies in between."""
+        return [i for i, d in enumerate(self.deltas) if np.isfinite(d).all() and (abs(d) < self.limit).all()]
 
 
 @dataclass(frozen=True)
@@ -37,15 +40,16 @@ class Outcome:
     mean: Tensor
     votes: Tensor
     sent: list[int]
+    square: Tensor | None = None
 
 
-def collective(case: Case, how: str, one_each: bool = False) -> Outcome | None:
+def collective(case: Case, how: str, one_each: bool = False, squares: bool = False) -> Outcome | None:
     """The collective over threads, put together from every rank's slice; None where no client was usable."""
     clients, length = case.deltas.shape
     padded = -(-length // case.size) * case.size
 
-    def work(comm: Comm) -> tuple[list[Tensor], list[Tensor], int] | None:
-        tally = Tally(comm, padded // comm.size, clients, how)
+    def work(comm: Comm) -> tuple[list[Tensor], list[Tensor], int, list[Tensor]] | None:
+        tally = Tally(comm, padded // comm.size, clients, how, squares=length if squares else 0)
         tally.clear(sum(case.weights))
         for i in range(clients):
             if case.ranks[i] == comm.rank:
@@ -61,17 +65,20 @@ def collective(case: Case, how: str, one_each: bool = False) -> Outcome | None:
         if not weight.item():
             return None
         before = comm.sent
-        parts = list(reduce(comm, tally, length, int(weight), one_each))
-        stops = [p.stop for p in parts]
-        assert [p.start for p in parts] == [comm.rank * padded // comm.size, *stops[:-1]], "pieces follow each other"
-        return [p.mean for p in parts], [p.votes for p in parts], comm.sent - before
+        made = list(reduce(comm, tally, length, int(weight), one_each))
+        stops = [p.stop for p in made]
+        assert [p.start for p in made] == [comm.rank * padded // comm.size, *stops[:-1]], "pieces follow each other"
+        of_squares = [p.square for p in made if p.square is not None]
+        assert len(of_squares) == (sum(p.start < length for p in made) if squares else 0), "of every parameter"
+        return [p.mean for p in made], [p.votes for p in made], comm.sent - before, of_squares
 
     results = run_threads(case.size, work)
     if results[0] is None:
         assert all(r is None for r in results)
         return None
     mean, votes = (torch.cat([t for r in results for t in r[k]])[:length] for k in (0, 1))
-    return Outcome(mean, votes, [r[2] for r in results])
+    square = torch.cat([t for r in results for t in r[3]]) if squares else None
+    return Outcome(mean, votes, [r[2] for r in results], square)
 
 
 def reference(case: Case) -> tuple[np.ndarray, np.ndarray]:
@@ -210,6 +217,115 @@ def test_small_pieces_give_what_one_gives(how: str, monkeypatch: pytest.MonkeyPa
 def test_pieces_cover_a_slice_and_never_straddle_the_end_of_the_parameters(
     first: int, length: int, params: int
 ) -> None:
-    parts = list(pieces(first, length, params))
-    assert [i for p in parts for i in range(p.start, p.stop)] == list(range(length))
-    assert not any(first + p.start < params < first + p.stop for p in parts)
+    made = list(pieces(first, length, params))
+    assert [i for p in made for i in range(p.start, p.stop)] == list(range(length))
+    assert not any(first + p.start < params < first + p.stop for p in made)
+
+
+# The second moment, and further vectors in the same exchange
+
+SMALL = st.one_of(st.just(0.0), st.floats(-1, 1, width=32), st.floats(-15.5, 15.5, width=32))
+
+
+@st.composite
+def small_cases(draw: st.DrawFn) -> Case:
+    """Clients whose deltas are small enough to be squared, and some whose are not."""
+    size, clients, length = draw(st.integers(1, 8)), draw(st.integers(1, 9)), draw(st.integers(1, 20))
+    rows = st.lists(SMALL, min_size=length, max_size=length)
+    deltas = np.array(draw(st.lists(rows, min_size=clients, max_size=clients)), dtype=np.float32)
+    for i in draw(st.lists(st.integers(0, clients - 1), max_size=2)):
+        deltas[i, draw(st.integers(0, length - 1))] = draw(st.sampled_from([np.nan, np.inf, 16.0, -16.0, 1e38]))
+    weights = draw(st.lists(st.integers(1, 900), min_size=clients, max_size=clients))
+    ranks = draw(st.lists(st.integers(0, size - 1), min_size=clients, max_size=clients))
+    return Case(deltas, weights, ranks, size, limit=16.0)
+
+
+def mean_square(case: Case) -> np.ndarray:
+    """That of the usable clients, all in one place."""
+    deltas = case.deltas[case.usable].astype(np.float64)
+    weights = np.array([case.weights[i] for i in case.usable], dtype=np.float64)
+    return (weights[:, None] * deltas**2).sum(0) / weights.sum()
+
+
+@given(small_cases(), st.sampled_from(SUMS))
+@settings(max_examples=120)
+def test_the_mean_square_equals_the_reference(case: Case, how: str) -> None:
+    if how == "float32":  # its range is wider: what exact refuses is made what both refuse
+        deltas = np.where(abs(case.deltas) >= 16, np.float32(np.nan), case.deltas)
+        case = Case(deltas, case.weights, case.ranks, case.size, case.limit)
+    outcome = collective(case, how, squares=True)
+    if not case.usable:
+        assert outcome is None
+        return
+    assert outcome is not None and outcome.square is not None
+    want = mean_square(case)
+    renormalised = sum(case.weights) / sum(case.weights[i] for i in case.usable)
+    per_term = 2.0**-53 * renormalised if how == "exact" else 1e-44
+    terms = len(case.weights) + 4
+    assert (abs(outcome.square.numpy() - want) <= want * terms * 2.0**-24 + terms * per_term).all()
+    assert outcome.votes.tolist() == reference(case)[1].tolist()
+
+
+@given(small_cases(), st.integers(1, 8), st.randoms(use_true_random=False))
+@settings(max_examples=60)
+def test_the_exact_mean_square_is_the_same_bits_on_any_ranks(case: Case, size: int, random: object) -> None:
+    placed = [random.randrange(size) for _ in case.ranks]  # type: ignore[attr-defined]
+    one = collective(case, "exact", squares=True)
+    two = collective(Case(case.deltas, case.weights, placed, size, case.limit), "exact", squares=True)
+    if one is None or two is None:
+        assert one is two
+        return
+    assert one.square is not None and two.square is not None
+    assert torch.equal(one.square.view(torch.int32), two.square.view(torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("how", "one_each", "bytes_each"),
+    [("exact", False, 8 + 1 + 8), ("float32", False, 4 + 1 + 4), ("float32", True, 4 + 4), ("exact", True, 8 + 1 + 8)],
+)
+def test_squares_travel_only_where_they_are_asked_for(how: str, one_each: bool, bytes_each: int) -> None:
+    size, slice_length = 3, 12
+    deltas = np.random.default_rng(0).normal(size=(size, size * slice_length)).astype(np.float32)
+    case = Case(deltas, [1] * size, list(range(size)), size)
+    with_squares, without = (collective(case, how, one_each, squares) for squares in (True, False))
+    assert with_squares is not None and without is not None
+    assert with_squares.sent == [(size - 1) * slice_length * bytes_each] * size
+    assert without.sent == [(size - 1) * slice_length * (bytes_each - (8 if how == "exact" else 4))] * size
+    assert torch.equal(with_squares.mean, without.mean) and torch.equal(with_squares.votes, without.votes)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_buffers_have_a_mean_and_no_mean_square(size: int) -> None:
+    def work(comm: Comm) -> list[tuple[bool, bool]]:
+        tally = Tally(comm, 30 // size, 5, "exact", squares=4)
+        tally.clear(total=size)
+        tally.add(torch.full((30,), 0.5), 1)
+        return [(p.start < 4, p.square is not None) for p in reduce(comm, tally, 4, size)]
+
+    for of_params, squared in sum(run_threads(size, work), []):
+        assert of_params == squared
+
+
+@pytest.mark.parametrize("how", SUMS)
+def test_further_vectors_travel_in_the_same_exchange(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two exchanges would wait for the slowest rank twice."""
+    calls: list[int] = []
+    exchange = Comm.exchange
+    monkeypatch.setattr(Comm, "exchange", lambda self, *many: (calls.append(self.rank), exchange(self, *many))[1])
+
+    def work(comm: Comm) -> tuple[list[float], list[float], list[bool]]:
+        deltas, other = Tally(comm, 4, 3, how), Tally(comm, 4, 3, "exact", votes=False)
+        deltas.clear(total=6)
+        other.clear(total=3)
+        deltas.add(torch.full((12,), comm.rank + 1.0), comm.rank + 1)
+        other.add(torch.arange(12.0) * comm.rank, 1)
+        first = list(reduce(comm, deltas, 10, 6, also=[other]))
+        second = list(parts(comm, other, 10, 3))
+        means = [[x for p in some for x in p.mean.tolist()] for some in (first, second)]
+        return means[0], means[1], [p.votes is None and p.square is None for p in second]
+
+    results = run_threads(3, work)
+    assert sorted(calls) == [0, 1, 2]
+    assert sum((r[0] for r in results), []) == pytest.approx([14 / 6] * 12)  # (1 + 4 + 9) / (1 + 2 + 3)
+    assert sum((r[1] for r in results), []) == pytest.approx([float(i) for i in range(12)])  # (0 + 1 + 2) i / 3
+    assert all(bare for r in results for bare in r[2])

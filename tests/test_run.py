@@ -21,13 +21,14 @@ from conftest import rank_environment
 from safetensors.torch import load_file
 from shell import ALONE, CLASSES, CPU, SIDE, metrics, sandbox, settings_of, tiny, train, without_seconds
 
-from fedmpi import data
+from fedmpi import config, data
 from fedmpi.algorithms import ALGORITHMS
 from fedmpi.comm import Comm, SoloComm
 from fedmpi.comm.threads import run_threads
-from fedmpi.config import Config, Eval, Local, Skew
+from fedmpi.config import Config, Eval, Local, Meta, Skew
 from fedmpi.data.splits import split
 from fedmpi.errors import RunError, UserError
+from fedmpi.memory import Memory
 from fedmpi.models import find_model
 from fedmpi.options import parse
 from fedmpi.run import check_folder, make_folder, prepare, run, same_everywhere
@@ -46,7 +47,7 @@ KEYS = {
     "bytes_sent",
     "seconds",
 }
-SECONDS = {"local", "wait", "reduce", "server", "gather", "eval"}
+SECONDS = {"local", "wait", "reduce", "server", "gather", "meta", "eval"}
 
 
 @pytest.fixture(autouse=True)
@@ -158,6 +159,56 @@ def test_the_written_configuration_is_the_resolved_one(tmp_path: Path) -> None:
     assert (written["server"]["b2"], written["server"]["eps"]) == (0.99, 1e-3)
     threads = torch.get_num_threads()  # the machine's choice is written down too: it decides the bits
     assert parse(["--config", str(tmp_path / "config.yaml")]) == replace(prepare(cfg).cfg, threads=threads)
+
+
+# Every algorithm
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_the_written_configuration_of_every_algorithm_reads_back_and_repeats_the_run(tmp_path: Path, name: str) -> None:
+    held = Meta(size=30, weights=[2.0, 1.0, 1.0]) if ALGORITHMS[name].meta_size else Meta()
+    work = Local(batch=10, work="uniform:0.5,1.0", schedule="warmup:1+cosine", option="I", gradient="initial")
+    cfg = settings_of(tmp_path / "first", algorithm=name, rounds=2, local=work, meta=held)
+    train(cfg)
+    read = parse(["--config", str(tmp_path / "first" / "config.yaml")])
+    assert read == replace(prepare(cfg).cfg, threads=torch.get_num_threads())
+    train(replace(read, out=str(tmp_path / "again")))
+    assert sha256(tmp_path / "first") == sha256(tmp_path / "again")
+    assert without_seconds(metrics(tmp_path / "first")) == without_seconds(metrics(tmp_path / "again"))
+    assert {path.name for path in (tmp_path / "first").iterdir()} == FILES, "no memory is left behind"
+
+
+def test_every_algorithm_learns_and_is_another_model(tmp_path: Path) -> None:
+    models = {}
+    for name in ALGORITHMS:
+        held = Meta(size=30) if ALGORITHMS[name].meta_size else Meta()
+        report = train(settings_of(tmp_path / name, algorithm=name, rounds=6, local=Local(batch=10), meta=held))
+        models[name] = sha256(tmp_path / name)
+        assert report.test_accuracy is not None and report.test_accuracy > 0.6, name
+    assert len(set(models.values())) == len(ALGORITHMS)
+
+
+@pytest.mark.parametrize("limit", [0.0, 1.0])
+def test_memories_lie_where_they_were_asked_for_and_change_no_bit(
+    tmp_path: Path, patch: pytest.MonkeyPatch, limit: float
+) -> None:
+    made: set[str] = set()
+    new_block = Memory._new_block
+
+    def watched(self: Memory, elements: int) -> list[torch.Tensor]:
+        made.add(str(self.folder))
+        return new_block(self, elements)
+
+    patch.setattr(Memory, "_new_block", watched)
+    patch.setattr("fedmpi.memory.BLOCK_BYTES", 1 << 12)
+    (tmp_path / "disk").mkdir()
+    train(settings_of(tmp_path / "usual", algorithm="scaffold"))
+    assert made == set(), "4 GiB are enough for this one"
+    for out, folder in (("a", None), ("b", str(tmp_path / "disk"))):
+        train(settings_of(tmp_path / out, algorithm="scaffold", memory=config.Memory(limit=limit, folder=folder)))
+        assert sha256(tmp_path / out) == sha256(tmp_path / "usual")
+    assert made == ({str(tmp_path / "a"), str(tmp_path / "disk")} if limit == 0 else set())
+    assert list((tmp_path / "disk").iterdir()) == []
 
 
 # What repeats
@@ -308,6 +359,11 @@ def test_data_that_are_not_there_or_do_not_do_leave_no_folder(
         ({"model": "lent"}, "unknown model 'lent'; did you mean 'lenet'"),
         ({"log": "tensorboard,wand"}, "unknown sink"),
         ({"algorithm": "fedav"}, "unknown algorithm 'fedav'; did you mean 'fedavg'"),
+        ({"mask": "sant"}, "unknown mask 'sant'; did you mean 'sand'"),
+        ({"local": Local(work="ful")}, "unknown --local.work 'ful'; did you mean 'full'"),
+        ({"local": Local(schedule="const")}, "unknown --local.schedule 'const'; "),
+        ({"meta": Meta(weights=[0.0])}, r"--meta.weights are \[0.0\]"),
+        ({"meta": Meta(size=3)}, "--meta.size is 3 but nothing uses those samples"),
     ],
 )
 def test_what_needs_no_data_is_found_first(changes: dict[str, Any], sentence: str) -> None:
@@ -336,7 +392,7 @@ def test_a_client_that_fails_is_left_out_and_named(
             result.delta_P.fill_(math.nan)
         return result
 
-    prepared = replace(prepared, algorithm=replace(prepared.algorithm, local=rule))
+    prepared = replace(prepared, algorithm=replace(prepared.algorithm, local=replace(sound, run=rule)))
     run(prepared, SoloComm(), ALONE, CPU, {})
     assert [(r["clients"], r["dropped"], r["dropped_clients"]) for r in metrics(tmp_path)] == [(3, 1, [2])] * 2
     assert [r.getMessage().partition(":")[0] for r in caplog.records] == ["round 1", "round 2"]

@@ -123,3 +123,18 @@ def test_unknown_names_are_refused() -> None:
         make_server("yog", ServerKnobs())
     with pytest.raises(UserError, match="did you mean 'reddi'"):
         make_server("sgd", ServerKnobs(variant="redi"))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_rate_may_depend_on_the_round(name: str) -> None:
+    full, moments = two_steps(name, lr=0.5, momentum=0.9)
+    halved, same = two_steps(name, lr=lambda t: 0.5 / t, momentum=0.9)  # 0.5 in round 1, 0.25 in round 2
+    assert same == moments, "moments do not see the rate"
+    assert halved[0] == full[0]
+    assert halved[1] - halved[0] == pytest.approx((full[1] - full[0]) / 2, rel=1e-4)
+
+
+def test_the_rate_of_a_round_by_hand() -> None:
+    assert [ServerKnobs(lr=0.3).rate(t) for t in (1, 7)] == [0.3, 0.3]
+    assert ServerKnobs(lr=lambda t: 1.0 / t).rate(4) == 0.25
+    assert two_steps("sgd", lr=lambda t: float(t))[0] == [1.5, 1.0]  # 1 + 1 * 0.5, then - 2 * 0.25

@@ -263,3 +263,14 @@ def test_labels_with_gaps_and_tensors_are_welcome() -> None:
     y = torch.tensor([3, 3, 9, 9, 3, 9])
     held = split("classes", y, 2, 0, classes_per_client=1).histogram(y, 10) > 0
     assert held.sum() == 2 and held[:, [3, 9]].sum() == 2
+
+
+def test_shared_samples_are_everybodys_and_counted_but_are_no_part_of_the_split() -> None:
+    own = Partition(np.array([0, 2, 3]), np.array([4, 0, 2]))
+    part = Partition(own.offsets, own.order, shared=np.array([1, 3]))
+    assert (part.clients, part.sizes.tolist()) == (2, [4, 3])
+    assert (part.of(0).tolist(), part.of(1).tolist()) == ([4, 0, 1, 3], [2, 1, 3])
+    y = np.array([1, 0, 1, 0, 0])
+    assert part.histogram(y, 2).tolist() == own.histogram(y, 2).tolist() == [[1, 1], [0, 1]]
+    assert part.manifest(y, 2)["sha256"] == own.manifest(y, 2)["sha256"]
+    assert own.shared.tolist() == []

@@ -15,12 +15,13 @@ from fedmpi.comm.node import share_node
 from fedmpi.comm.threads import ThreadComm, run_threads
 from fedmpi.errors import RunError
 from fedmpi.evaluate import evaluate
-from fedmpi.local import Job, LocalResult, sgd
-from fedmpi.masks import MASKS
+from fedmpi.local import Channel, Job, LocalResult, LocalRule, nova, scaffold, sgd
+from fedmpi.local.descent import Descent
+from fedmpi.masks import MASKS, MaskKnobs
 from fedmpi.server import RULES
 from fedmpi.tally import Tally
 from fedmpi.task import Task
-from fedmpi.train import begin, largest, rounds
+from fedmpi.train import State, begin, largest, rounds
 
 LENGTH = tasks(1)[0].layout.length
 PARAMS = tasks(1)[0].layout.params
@@ -73,7 +74,7 @@ def test_float32_differs_from_exact_by_rounding_only() -> None:
 def test_float32_sends_no_votes_where_every_rank_has_one_client() -> None:
     one_each, _ = federate(5, algorithm(), plan(sum="float32"))
     _, reports = federate(5, algorithm(), plan(sum="float32"))
-    padded, counts = -(-LENGTH // 5) * 5, (2 + 5) * 8
+    padded, counts = -(-LENGTH // 5) * 5, (3 + 5) * 8
     sums_and_gather = 2 * 4 * padded * 4 // 5
     small = 2 * counts * 4 // 5 + 2 * (5 * 8) * 4 // 5  # the counts, and the integer buffer's rows
     assert reports[0].bytes_sent == 5 * (sums_and_gather + small)
@@ -99,7 +100,13 @@ def by_hand(mask: str, tau: float, without: int | None = None) -> tuple[torch.Te
     weights = torch.tensor(sizes, dtype=torch.float64)
     mean = (torch.stack(deltas) * weights[:, None]).sum(0) / weights.sum()
     agreement = torch.stack(deltas).sign().mean(0).abs()
-    keep = {"gma": torch.where(agreement >= tau, 1.0, agreement), "and": (agreement >= tau).double()}.get(mask)
+    square = (torch.stack(deltas).square() * weights[:, None]).sum(0) / weights.sum()
+    spread = ((square - mean.square()) / square.clamp_min(1e-30)).clamp_min(1e-30)
+    keep = {
+        "gma": torch.where(agreement >= tau, 1.0, agreement),
+        "and": (agreement >= tau).double(),
+        "sand": (MaskKnobs.sharpness * (agreement - tau) / spread).tanh().clamp_min(0.0),
+    }.get(mask)
     step = mean if keep is None else torch.cat([(mean * keep)[:PARAMS], mean[PARAMS:]])
     return start_N.double() + step, agreement, start_N
 
@@ -111,8 +118,11 @@ def test_a_round_is_the_papers_formula(mask: str) -> None:
     got = states[0].model_N[:LENGTH].double()
     assert torch.allclose(got, want[:LENGTH], atol=1e-6)
     assert reports[0].agreement == pytest.approx(agreement[:PARAMS].mean().item())
-    kept = 1.0 if mask == "mean" else (agreement[:PARAMS] >= 0.6).double().mean().item()
-    assert reports[0].kept == pytest.approx(kept)
+    agreed = (agreement[:PARAMS] >= 0.6).double().mean().item()
+    if mask == "sand":  # in full it keeps only what the clients moved nearly alike
+        assert reports[0].kept < agreed
+    else:
+        assert reports[0].kept == pytest.approx(1.0 if mask == "mean" else agreed)
     assert not torch.equal(states[0].model_N[:PARAMS], start_N[:PARAMS])
 
 
@@ -166,7 +176,7 @@ def test_a_rank_without_clients_takes_part() -> None:
     assert reports[0].clients == 2
 
 
-def spoiled(kind: str, victims: set[int]):
+def spoiled(kind: str, victims: set[int]) -> LocalRule:
     """Local SGD that goes wrong for some clients."""
     good = sgd(0.05, 0.9)
 
@@ -178,7 +188,7 @@ def spoiled(kind: str, victims: set[int]):
             result.delta_P[0] = {"nan": float("nan"), "inf": float("inf"), "huge": 1e30}[kind]
         return result
 
-    return run
+    return LocalRule(run)
 
 
 @pytest.mark.parametrize("kind", ["nan", "inf", "huge", "raises"])
@@ -339,3 +349,251 @@ def test_an_error_while_folding_ends_the_run_and_is_not_taken_for_a_clients(monk
     monkeypatch.setattr(Tally, "add", fold)
     with pytest.raises(MemoryError, match="in the middle of a fold"):
         federate(1, algorithm())
+
+
+# The mask that reads the variance
+
+
+def test_squares_travel_only_under_a_mask_that_reads_them() -> None:
+    size, padded = 3, -(-LENGTH // 3) * 3
+    for how, bytes_each in (("exact", 8), ("float32", 4)):
+        sent = {mask: federate(size, algorithm(mask), plan(rounds=1, sum=how))[1][0].bytes_sent for mask in MASKS}
+        assert sent["mean"] == sent["gma"] == sent["and"]
+        assert sent["sand"] - sent["gma"] == size * bytes_each * padded * (size - 1) // size
+
+
+def moved_by(size: float, victims: set[int], buffer: bool = False) -> LocalRule:
+    """Local SGD, but some clients move one parameter (or a buffer of the model) that far."""
+    good = sgd(0.05, 0.9)
+
+    def run(job: Job) -> LocalResult:
+        result = good(job)
+        if job.cid in victims:  # type: ignore[attr-defined]
+            if buffer:
+                job.task.x_N[PARAMS] = job.start_N[PARAMS] + size  # type: ignore[attr-defined]
+            else:
+                result.delta_P[0] = size
+        return result
+
+    return LocalRule(run)
+
+
+FIRST = draw(11, 1, tasks(1)[0].partition.sizes, 5, 1)
+
+
+@pytest.mark.parametrize(
+    ("mask", "how", "buffer", "dropped"),
+    [
+        ("sand", "exact", False, True),
+        ("sand", "exact", True, False),
+        ("sand", "float32", False, False),
+        ("gma", "exact", False, False),
+    ],
+)
+def test_a_parameter_that_moves_by_16_leaves_its_client_out_under_sand_and_exact(
+    mask: str, how: str, buffer: bool, dropped: bool
+) -> None:
+    victim = FIRST.cids[1]
+    for size in (1, 3):
+        algo = algorithm(mask, local=moved_by(16.0, {victim}, buffer))
+        states, reports = federate(size, algo, plan(rounds=1, sum=how))
+        assert reports[0].dropped == ((victim,) if dropped else ())
+        assert states[0].model_N.isfinite().all()
+    usual, _ = federate(3, algorithm(mask), plan(rounds=1, sum=how))
+    if buffer:  # weight / total of 16 in the buffer, and the parameters as ever
+        share = FIRST.weights[1] / FIRST.total
+        assert torch.equal(states[0].model_N[:PARAMS], usual[0].model_N[:PARAMS])
+        assert abs(states[0].model_N[PARAMS] - 16 * share) < 1
+
+
+def test_a_step_that_float32_can_hold_but_its_square_cannot_makes_no_nan() -> None:
+    algo = algorithm("sand", local=moved_by(1e25, {FIRST.cids[1]}))
+    states, _ = federate(1, algo, plan(rounds=1, sum="float32"))
+    assert not states[0].model_N.isnan().any()
+
+
+# Channels: further vectors of the clients
+
+
+def pattern(cid: int) -> torch.Tensor:
+    """What client cid sends: numbers whose sum depends on the order in float32."""
+    return torch.randn(PARAMS, generator=torch.Generator().manual_seed(cid)) * 10.0 ** (cid % 3)
+
+
+def sending(victim: int | None = None, spoil: str = "delta") -> LocalRule:
+    """Clients that stay where they are and send a pattern through a channel of each kind; one of them fails."""
+
+    def run(job: Job) -> LocalResult:
+        cid = job.cid  # type: ignore[attr-defined]
+        sends = {"drift": pattern(cid), "news": pattern(cid) * 2}
+        result = LocalResult(job.delta_P.zero_(), sends=sends)
+        if cid == victim:
+            {"delta": result.delta_P, **sends}[spoil][0] = float("nan")
+        return result
+
+    return LocalRule(run, sends=(Channel("drift", to="model"), Channel("news", to="shared")))
+
+
+@pytest.mark.parametrize("spoil", [None, "delta", "drift", "news"])
+@pytest.mark.parametrize("how", ["exact", "float32"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_channels_are_exact_and_never_masked_and_nothing_of_a_dropped_client_is_in_them(
+    mask: str, how: str, spoil: str | None
+) -> None:
+    victim = FIRST.cids[1] if spoil else None
+    algo = algorithm(mask, tau=1.0, local=sending(victim, spoil or "delta"))
+    outcomes = [federate(size, algo, plan(rounds=1, sum=how)) for size in (1, 2, 3, 7)]
+    used = [(cid, w) for cid, w in zip(FIRST.cids, FIRST.weights, strict=True) if cid != victim]
+    start_N, _ = tasks(1)[0].start()
+    drift = sum(pattern(cid).double() * w for cid, w in used) / sum(w for _, w in used)
+    news = sum(pattern(cid).double() * 2 for cid, _ in used) / len(SIZES)  # over all clients there are
+    for states, reports in outcomes:
+        assert reports[0].dropped == ((victim,) if spoil else ())
+        for state in states:
+            assert torch.allclose(state.model_N[:PARAMS].double(), start_N[:PARAMS] + drift, rtol=1e-6, atol=1e-6)
+            assert torch.allclose(state.shared["news"][:PARAMS].double(), news, rtol=1e-6, atol=1e-9)
+            assert torch.equal(state.model_N[PARAMS:LENGTH], start_N[PARAMS:LENGTH]), "a channel has no buffers"
+            assert bits(state.model_N) == bits(outcomes[0][0][0].model_N)
+            assert bits(state.shared["news"]) == bits(outcomes[0][0][0].shared["news"])
+    assert list(outcomes[0][0][0].shared) == ["news"]
+
+
+def test_a_shared_vector_adds_up_over_the_rounds_and_is_what_clients_find() -> None:
+    found: dict[int, torch.Tensor] = {}
+
+    def run(job: Job) -> LocalResult:
+        found[job.round] = job.shared["news"].clone()
+        return LocalResult(job.delta_P.zero_(), sends={"news": torch.ones(PARAMS)})
+
+    states, _ = federate(1, algorithm(local=LocalRule(run, sends=(Channel("news"),))), plan(rounds=3))
+    for round, vector in found.items():  # five clients of seven send a one in each round before
+        assert vector.tolist() == pytest.approx([5 / 7 * (round - 1)] * PARAMS)
+    assert states[0].shared["news"][:PARAMS].tolist() == pytest.approx([15 / 7] * PARAMS)
+
+
+def test_all_that_clients_send_goes_in_one_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, int]] = []
+    exchange = Comm.exchange
+    monkeypatch.setattr(
+        Comm, "exchange", lambda self, *many: (calls.append((self.rank, len(many))), exchange(self, *many))[1]
+    )
+    federate(3, algorithm("sand", local=sending()), plan(rounds=2))
+    assert sorted(calls) == [(rank, 5) for rank in range(3) for _ in range(2)]  # sums, votes, squares, two channels
+
+
+def test_a_channel_costs_8_bytes_an_element_and_its_shared_vector_4_more() -> None:
+    size, padded = 3, -(-LENGTH // 3) * 3
+    plain, with_c = (
+        federate(size, algorithm(local=rule), plan(rounds=1, sum="float32"))[1][0].bytes_sent
+        for rule in (sgd(0.05), scaffold(Descent(0.05)))
+    )
+    assert with_c - plain == size * (8 + 4) * padded * (size - 1) // size
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"sends": {}}, "it sends [], but its rule declares ['news']"),
+        ({"sends": {"news": 0, "more": 0}}, "it sends ['more', 'news'], but its rule declares ['news']"),
+        ({"keeps": {"diary": 0}}, "it keeps ['diary'], but its rule declares []"),
+        ({"sends": {"news": float("inf")}}, "it sends a 'news' that holds NaN or infinity"),
+        ({"sends": {"news": 2.0**17}}, "its update reaches 1.31e+05, beyond the range of 1.31e+05"),
+        ({"sends": {"news": "short"}}, f"it sends a 'news' of shape ({PARAMS - 1},), not ({PARAMS},)"),
+        ({"sends": {"news": "long"}}, f"it sends a 'news' of shape ({2 * LENGTH},), not ({PARAMS},)"),
+    ],
+)
+def test_a_client_that_delivers_other_than_its_rule_declares_is_left_out(
+    given: dict, sentence: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A vector of another length than the parameters' cannot be averaged with the others."""
+    logging.getLogger("fedmpi").propagate = True
+    lengths = {"short": PARAMS - 1, "long": 2 * LENGTH}
+
+    def vector(what: object) -> torch.Tensor:
+        return torch.zeros(lengths[what]) if isinstance(what, str) else torch.full((PARAMS,), float(what))  # type: ignore[arg-type]
+
+    def run(job: Job) -> LocalResult:
+        sound = {"sends": {"news": 1.0}, "keeps": {}}
+        parts = sound | given if job.cid == FIRST.cids[2] else sound  # type: ignore[attr-defined]
+        vectors = {kind: {name: vector(v) for name, v in some.items()} for kind, some in parts.items()}
+        return LocalResult(job.delta_P.zero_(), **vectors)
+
+    algo = algorithm(local=LocalRule(run, sends=(Channel("news"),)))
+    for size in (1, 2):
+        _, reports = federate(size, algo, plan(rounds=1))
+        assert reports[0].dropped == (FIRST.cids[2],)
+    assert sentence in caplog.text
+
+
+@pytest.mark.parametrize("length", [1, PARAMS - 1, PARAMS + 1])
+def test_a_client_that_keeps_a_vector_of_another_length_is_left_out(length: int) -> None:
+    def run(job: Job) -> LocalResult:
+        wrong = job.cid == FIRST.cids[2]  # type: ignore[attr-defined]
+        return LocalResult(job.delta_P.zero_(), keeps={"diary": torch.ones(length if wrong else PARAMS)})
+
+    states, reports = federate(1, algorithm(local=LocalRule(run, keeps=("diary",))), plan(rounds=1))
+    assert reports[0].dropped == (FIRST.cids[2],)
+    assert list(states[0].memory) == [cid for cid in FIRST.cids if cid != FIRST.cids[2]]
+
+
+# Rules whose deltas come divided by their steps
+
+
+def stepping(steps: dict[int, float], normalised: bool = True) -> LocalRule:
+    """Client n moves every parameter by n + 1 and says that it took so many steps."""
+
+    def run(job: Job) -> LocalResult:
+        cid = job.cid  # type: ignore[attr-defined]
+        return LocalResult(job.delta_P.fill_(cid + 1.0), steps=steps.get(cid, 1.0))
+
+    return LocalRule(run, normalised=normalised)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("how", ["exact", "float32"])
+def test_the_server_multiplies_by_the_weighted_mean_of_the_steps(size: int, how: str) -> None:
+    steps = {cid: 1.5 + cid for cid in range(7)}
+    states, _ = federate(size, algorithm("gma", local=stepping(steps)), plan(rounds=1, sum=how))
+    mean = sum(w * (cid + 1.0) for cid, w in zip(FIRST.cids, FIRST.weights, strict=True)) / FIRST.total
+    factor = sum(w * (cid + 1.5) for cid, w in zip(FIRST.cids, FIRST.weights, strict=True)) / FIRST.total
+    start_N, _ = tasks(1)[0].start()
+    moved = states[0].model_N[:PARAMS] - start_N[:PARAMS]
+    assert torch.allclose(moved, torch.tensor(mean * factor), rtol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf"), 2.0**20])
+def test_steps_that_cannot_be_averaged_leave_their_client_out(bad: float, caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("fedmpi").propagate = True
+    victim = FIRST.cids[0]
+    states, reports = federate(2, algorithm("mean", local=stepping({victim: bad})), plan(rounds=1))
+    assert reports[0].dropped == (victim,)
+    assert f"its steps are {bad:g}, which must lie between 0 and" in caplog.text
+    rest = list(zip(FIRST.cids, FIRST.weights, strict=True))[1:]
+    mean = sum(w * (cid + 1.0) for cid, w in rest) / sum(w for _, w in rest)  # their steps are 1 each
+    assert torch.allclose(states[0].model_N[:PARAMS] - tasks(2)[0].start()[0][:PARAMS], torch.tensor(mean), rtol=1e-5)
+
+
+@pytest.mark.parametrize("odd", [0.0, 17.0, 2.0**30, float("nan"), float("inf")])
+def test_the_steps_of_a_rule_that_is_not_normalised_do_not_matter(odd: float) -> None:
+    usual, _ = federate(1, algorithm(local=stepping({}, normalised=False)), plan(rounds=1))
+    states, reports = federate(1, algorithm(local=stepping({FIRST.cids[0]: odd}, normalised=False)), plan(rounds=1))
+    assert reports[0].dropped == () and bits(states[0].model_N) == bits(usual[0].model_N)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_uneven_steps_are_the_same_bits_on_any_number_of_ranks(mask: str) -> None:
+    algo = algorithm(mask, local=nova(Descent(0.05, 0.9)))
+    alone, reports = federate(1, algo)
+    for size in (2, 3):
+        states, theirs = federate(size, algo)
+        assert bits(states[0].model_N) == bits(alone[0].model_N)
+        assert [r.train_loss for r in theirs] == [r.train_loss for r in reports]
+
+
+def test_the_state_says_what_a_rule_asked_for() -> None:
+    task = tasks(1)[0]
+    state: State = begin(task, algorithm(local=scaffold(Descent(0.05))), SoloComm())
+    assert list(state.shared) == ["control"] and not state.shared["control"].any()
+    assert state.memory.names == ("control",) and state.memory.length == PARAMS and len(state.memory) == 0
+    bare = begin(task, algorithm(), SoloComm())
+    assert bare.shared == {} and bare.memory.names == ()

@@ -11,10 +11,11 @@ from pathlib import Path
 
 from fedmpi.data import glyphs, vision
 from fedmpi.data.arrays import Arrays
-from fedmpi.data.splits import SPLITS, Partition, split
+from fedmpi.data.holdout import check_weights, hold_out
+from fedmpi.data.splits import SPLITS, Ints, Partition, split
 from fedmpi.errors import unknown
 
-__all__ = ["DATASETS", "SPLITS", "Arrays", "Partition", "load", "split"]
+__all__ = ["DATASETS", "SPLITS", "Arrays", "Ints", "Partition", "check_weights", "hold_out", "load", "split"]
 
 DATASETS: dict[str, Callable[[Path | None], Arrays]] = {
     "glyphs": glyphs.glyphs,

@@ -23,7 +23,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -39,10 +39,11 @@ STREAM = 0x5F117  # keeps these draws apart from those of other parts under the 
 
 @dataclass(frozen=True)
 class Partition:
-    """Who has which samples: client c has order[offsets[c] : offsets[c + 1]]."""
+    """Who has which samples: client c has order[offsets[c] : offsets[c + 1]], and what is shared by all."""
 
     offsets: Ints  # [clients + 1]
     order: Ints  # [used samples]: indices into the train set, client by client
+    shared: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # of which every client has a copy
 
     def __post_init__(self) -> None:
         ends_meet = len(self.offsets) >= 2 and self.offsets[0] == 0 and self.offsets[-1] == len(self.order)
@@ -59,18 +60,19 @@ class Partition:
 
     @property
     def sizes(self) -> Ints:
-        """How many samples each client has."""
-        return np.diff(self.offsets)
+        """How many samples each client has, the shared ones counted."""
+        return np.diff(self.offsets) + len(self.shared)
 
     def of(self, cid: int) -> Ints:
-        """The samples of client cid (a view)."""
+        """The samples of client cid, its own first (to be read only)."""
         if not 0 <= cid < self.clients:
             raise UserError(f"client {cid} does not exist; clients are 0 to {self.clients - 1}")
-        return self.order[self.offsets[cid] : self.offsets[cid + 1]]
+        own = self.order[self.offsets[cid] : self.offsets[cid + 1]]
+        return np.concatenate([own, self.shared]) if len(self.shared) else own
 
     def histogram(self, y: npt.ArrayLike, classes: int) -> Ints:
-        """How many samples of each class each client has, [clients, classes]."""
-        client = np.repeat(np.arange(self.clients), self.sizes)
+        """How many samples of each class each client has of its own, [clients, classes]."""
+        client = np.repeat(np.arange(self.clients), np.diff(self.offsets))
         cell = client * classes + np.asarray(y)[self.order]
         return np.bincount(cell, minlength=self.clients * classes).reshape(self.clients, classes)
 

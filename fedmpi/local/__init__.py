@@ -1,26 +1,55 @@
 """What a client does: rules that turn a `Job` into a `LocalResult`.
 
 A rule knows no model, no device, no launcher and no configuration object: it sees vectors, batches and a gradient, so
-it can be tested on a parabola. To add one, write a file here and give it a row in `RULES`.
+it can be tested on a parabola. To add one, write a file here and give it a row in `RULES`, or name it from outside as
+`package.module:name`: a function of `LocalKnobs`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from ..errors import unknown
-from .job import Job, LocalKnobs, LocalResult, LocalRule
+from ..plugins import find, refuse
+from .descent import Descent, whole_gradient
+from .fedgma2021 import fedgma2021
+from .job import Channel, Job, LocalKnobs, LocalResult, LocalRule
+from .nova import nova
+from .prox import prox
+from .scaffold import scaffold
 from .sgd import sgd
+from .uga import uga
 
-__all__ = ["RULES", "Job", "LocalKnobs", "LocalResult", "LocalRule", "make_local", "sgd"]
+__all__ = [
+    "RULES",
+    "Channel",
+    "Descent",
+    "Job",
+    "LocalKnobs",
+    "LocalResult",
+    "LocalRule",
+    "fedgma2021",
+    "make_local",
+    "nova",
+    "prox",
+    "scaffold",
+    "sgd",
+    "uga",
+    "whole_gradient",
+]
 
 RULES: Mapping[str, Callable[[LocalKnobs], LocalRule]] = {
-    "sgd": lambda k: sgd(k.lr, k.momentum, k.weight_decay),
+    "sgd": lambda k: sgd(k.lr, k.momentum, k.weight_decay, k.clip),
+    "prox": lambda k: prox(Descent.of(k), k.mu),
+    "scaffold": lambda k: scaffold(Descent.of(k), k.option),
+    "nova": lambda k: nova(Descent.of(k)),
+    "uga": lambda k: uga(Descent.of(k)),
+    "fedgma2021": lambda k: fedgma2021(Descent.of(k), k.gradient),
 }
 
 
 def make_local(name: str, knobs: LocalKnobs) -> LocalRule:
-    """The local rule of that name."""
-    if name not in RULES:
-        raise unknown("local rule", name, RULES)
-    return RULES[name](knobs)
+    """The local rule of that name, or of that import path; a bare function of a job will do as a rule."""
+    rule = find("local rule", name, RULES, knobs)
+    if not callable(rule):
+        raise refuse("local rule", name, rule, "a LocalRule, or a function of a job")
+    return rule if isinstance(rule, LocalRule) else LocalRule(rule)

@@ -1,32 +1,54 @@
-"""A client's work as a rule sees it.
+"""A client's work as a rule sees it, what it delivers, and what a rule declares.
 
 P: the trainable parameters, one flat vector.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from ..errors import UserError, unknown
+from ..rates import Rate, as_rate
+
 
 class Job(Protocol):
-    """One client's training in one round."""
+    """One client's training in one round. Its gradients are functions of a point and a batch: asked twice, they give
+    the same."""
 
+    round: int
+    """1, 2, ..."""
     start_P: Tensor
     """the global parameters, to be read only"""
     x_P: Tensor
     """the client's own copy of them, to be trained in place"""
     delta_P: Tensor
     """memory for the result"""
+    shared: Mapping[str, Tensor]
+    """the vectors that the rule's channels move, the same for every client, to be read only"""
+    memory: Mapping[str, Tensor]
+    """what this client kept of its last round (zeros before its first), to be read only"""
 
-    def batches(self) -> Iterable[Any]:
-        """This client's batches of this round, in an order that depends on (seed, round, client) alone."""
+    def batches(self, leave: int = 0) -> Iterable[Any]:
+        """This client's batches of this round, in an order that depends on (seed, round, client) alone; `leave`
+        epochs at the end are left out."""
+
+    def everything(self) -> Iterable[tuple[Any, float]]:
+        """Batches that hold every sample of the client once, each with its share of them."""
 
     def grad(self, x_P: Tensor, batch: Any) -> Tensor:
         """The gradient of the batch's mean loss at x_P; the caller's to overwrite, and valid until the next call."""
+
+    def linearise(self, batch: Any) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """The gradient at `self.x_P` as it is now, and the function v -> H v with the second derivative H of the
+        batch's loss there, which is valid until x_P moves. What they return is the caller's to overwrite."""
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Gradients taken within leave no trace: neither in the model's buffers nor in the reported loss."""
 
 
 @dataclass(frozen=True)
@@ -34,15 +56,64 @@ class LocalResult:
     """What a client delivers: delta = where it ended - where it started."""
 
     delta_P: Tensor
+    steps: float = 1.0
+    """of a rule that is `normalised`: what delta was divided by"""
+    sends: Mapping[str, Tensor] = field(default_factory=dict)
+    """a vector for each channel of the rule"""
+    keeps: Mapping[str, Tensor] = field(default_factory=dict)
+    """what the client will find in its `memory` the next time"""
 
 
-LocalRule = Callable[[Job], LocalResult]
+@dataclass(frozen=True)
+class Channel:
+    """A further vector that every client sends beside its delta: summed exactly, never masked.
+
+    to = model   its mean, weighted by samples, is added to the model.
+    to = shared  its sum over the cohort, divided by the number of all clients, is added to a vector of that name
+                 which starts at zero and which every client finds in `job.shared`.
+    """
+
+    name: str
+    to: str = "shared"
+
+    def __post_init__(self) -> None:
+        if self.to not in ("model", "shared"):
+            raise unknown(f"destination of channel '{self.name}'", self.to, ("model", "shared"))
+
+
+@dataclass(frozen=True)
+class LocalRule:
+    """What a client does, and what that needs of the federation."""
+
+    run: Callable[[Job], LocalResult]
+    sends: tuple[Channel, ...] = ()
+    """the channels beside the delta"""
+    keeps: tuple[str, ...] = ()
+    """the vectors a client keeps from one of its rounds to the next, on its home rank"""
+    normalised: bool = False
+    """whether deltas come divided by `steps`: then the server multiplies by the weighted mean of them"""
+
+    def __post_init__(self) -> None:
+        names = [channel.name for channel in self.sends]
+        if len(set(names)) < len(names) or len(set(self.keeps)) < len(self.keeps):
+            raise UserError(f"a local rule sends {names} and keeps {list(self.keeps)}; no name may stand there twice")
+
+    def __call__(self, job: Job) -> LocalResult:
+        return self.run(job)
 
 
 @dataclass(frozen=True)
 class LocalKnobs:
     """What a local rule is made of."""
 
-    lr: float = 0.01
+    lr: float | Rate = 0.01
     momentum: float = 0.9
     weight_decay: float = 0.0
+    clip: float | None = None
+    mu: float = 0.01
+    option: str = "II"
+    gradient: str = "last"
+
+    def rate(self, round: int) -> float:
+        """The learning rate of a round."""
+        return as_rate(self.lr)(round)

@@ -1,0 +1,60 @@
+"""A small set that is held out of training before the split: the server's meta set (FedMeta), or what every client gets
+a copy of (FedShare).
+
+It is drawn from a seed of its own, in the proportions of the data set or by weights for the classes: what the meta set
+is made of steers the model (Yao et al., 2019, section 3.2).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from fedmpi.errors import UserError
+
+Ints = npt.NDArray[np.int64]
+
+STREAM = 0x4E7A  # keeps these draws apart from those of other parts under the same seed
+
+
+def hold_out(y: Ints, classes: int, size: int, seed: int, weights: Sequence[float] | None = None) -> Ints:
+    """The indices of `size` samples, ascending: at random, or so many of each class as its weight says."""
+    if size >= len(y):
+        raise UserError(f"--meta.size is {size} but there are only {len(y)} samples; leave some for the clients")
+    rng = np.random.default_rng(np.random.SeedSequence([seed, STREAM]))
+    if weights is None:
+        return np.sort(rng.choice(len(y), size, replace=False))
+    check_weights(weights, classes)
+    wanted = apportion(size, np.asarray(weights, dtype=np.float64))
+    chosen = []
+    for label, count in enumerate(wanted):
+        able = np.flatnonzero(y == label)
+        if count > len(able):
+            raise UserError(
+                f"--meta.weights ask for {count} samples of class {label}, which has {len(able)}; "
+                "lower its weight or --meta.size"
+            )
+        chosen.append(rng.choice(able, count, replace=False))
+    return np.sort(np.concatenate(chosen))
+
+
+def check_weights(weights: Sequence[float], classes: int | None = None) -> None:
+    """Refuse weights that are no proportions, or not one a class."""
+    if not all(math.isfinite(w) and w >= 0 for w in weights) or not 0 < sum(weights) < math.inf:
+        raise UserError(f"--meta.weights are {list(weights)}; they must be numbers >= 0, and not all zero")
+    if classes is not None and len(weights) != classes:
+        raise UserError(
+            f"--meta.weights are {len(weights)} numbers, but the data have {classes} classes: give one each"
+        )
+
+
+def apportion(total: int, weights: npt.NDArray[np.float64]) -> Ints:
+    """Whole numbers in those proportions that add up to the total: the largest remainders are rounded up."""
+    exact = weights / weights.sum() * total
+    parts: Ints = np.floor(exact).astype(np.int64)
+    short = total - int(parts.sum())
+    parts[np.argsort(parts - exact, kind="stable")[:short]] += 1
+    return parts

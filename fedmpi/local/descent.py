@@ -1,0 +1,93 @@
+"""The loop that the rules have in common: SGD with momentum, weight decay and clipping.
+
+One step, with learning rate eta, momentum rho and weight decay l, from v = 0 in every round:
+
+    g = clip(gradient) + l x,  changed by the rule's own pull;  v = rho v + g;  x = x - eta v
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..rates import Rate, as_rate
+from .job import Job, LocalKnobs
+
+Pull = Callable[[Tensor, Tensor], object]
+"""(g_P, x_P): changes the gradient g_P in place before the step from x_P"""
+
+
+@dataclass(frozen=True)
+class Descent:
+    """SGD as all rules run it."""
+
+    lr: float | Rate
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    clip: float | None = None
+
+    @classmethod
+    def of(cls, knobs: LocalKnobs) -> Descent:
+        return cls(knobs.lr, knobs.momentum, knobs.weight_decay, knobs.clip)
+
+    def rate(self, job: Job) -> float:
+        """The learning rate of the job's round."""
+        return as_rate(self.lr)(job.round)
+
+    def run(self, job: Job, pull: Pull | None = None) -> Stepped:
+        """Train `job.x_P` over the job's batches."""
+        lr, x_P, g_P, steps = self.rate(job), job.x_P, None, 0
+        v_P = torch.zeros_like(x_P)
+        for batch in job.batches():
+            g_P = self.shape(job.grad(x_P, batch), x_P)
+            if pull is not None:
+                pull(g_P, x_P)
+            v_P.mul_(self.momentum).add_(g_P)
+            x_P.sub_(v_P, alpha=lr)
+            steps += 1
+        return Stepped(steps, g_P)
+
+    def shape(self, g_P: Tensor, x_P: Tensor) -> Tensor:
+        """The gradient, clipped to norm `clip` and with the weight decay in it, in place."""
+        if self.clip is not None:
+            g_P.mul_(clipping(g_P, self.clip))
+        if self.weight_decay:
+            g_P.add_(x_P, alpha=self.weight_decay)
+        return g_P
+
+    def weight(self, steps: int) -> float:
+        """How many plain gradients that many steps add up to, |a|_1 of FedNova: x_K - x_0 = -lr * sum a_k g_k.
+
+        A gradient goes on moving x by way of the momentum: the last one counts 1, the one before 1 + rho, and so on.
+        """
+        rho = self.momentum
+        if not rho:
+            return float(steps)
+        return (steps - rho * (1 - rho**steps) / (1 - rho)) / (1 - rho)
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """What a descent leaves behind besides x_P: the number of steps, and the gradient of the last one as it was
+    used, which is valid until the next call of `grad`."""
+
+    steps: int
+    last_P: Tensor | None
+
+
+def clipping(g_P: Tensor, most: float) -> Tensor:
+    """The factor, at most 1, that brings a gradient's norm down to `most`. A tensor: nothing waits for a GPU."""
+    factor: Tensor = most / torch.linalg.vector_norm(g_P).clamp_min(1e-30)
+    return factor.clamp_max(1.0)
+
+
+def whole_gradient(job: Job, x_P: Tensor) -> Tensor:
+    """The gradient of the client's whole loss at x_P, in memory of its own; it leaves no trace."""
+    total_P = torch.zeros_like(x_P)
+    with job.aside():
+        for batch, share in job.everything():
+            total_P.add_(job.grad(x_P, batch), alpha=share)
+    return total_P

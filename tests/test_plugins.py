@@ -1,0 +1,348 @@
+"""A user's own rules, masks and algorithms by their import path: every mistake in a sentence, and whole runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from shell import metrics, sandbox
+
+from fedmpi.algorithms import find_row
+from fedmpi.cli import main
+from fedmpi.errors import UserError
+from fedmpi.local import LocalKnobs, LocalRule, make_local
+from fedmpi.masks import Mask, make_mask
+from fedmpi.options import parse
+from fedmpi.plugins import find, import_path
+from fedmpi.run import prepare
+from fedmpi.server import ServerKnobs, make_server
+
+QUICK = "--data tiny --split iid --model logistic --clients 8 --cohort 4 --rounds 2 --threads 1 --log none".split()
+
+MINE = """
+import torch
+from fedmpi.algorithms import Row
+from fedmpi.local import LocalResult, LocalRule
+from fedmpi.masks import Mask
+from fedmpi.server import ServerRule
+
+seen = []
+number = 3
+
+
+def slow(knobs):
+    def rule(job):
+        for batch in job.batches():
+            job.x_P.sub_(job.grad(job.x_P, batch), alpha=knobs.rate(job.round) / 2)
+        return LocalResult(torch.sub(job.x_P, job.start_P, out=job.delta_P))
+
+    return rule
+
+
+def slow_record(knobs):
+    return LocalRule(slow(knobs))
+
+
+def half(knobs):
+    seen.append(knobs)
+    return lambda votes_S, clients: torch.full(votes_S.shape, 0.5)
+
+
+def steady(knobs):
+    def mask(votes_S, clients, mean_S, square_S):
+        return (mean_S.square() / square_S.clamp_min(1e-30)).clamp(0, 1)
+
+    return Mask(mask, second_moment=True)
+
+
+def backwards(knobs):
+    def step(w, d, m, moments, t):
+        w.sub_(d.mul_(m).mul_(knobs.rate(t)))
+
+    return ServerRule({}, step)
+
+
+fedmine = Row("mine:slow", "mine:backwards", mask="mine:half", local_lr=0.25, server_lr=0.125)
+
+
+def takes_two(knobs, more):
+    return lambda job: None
+
+
+def raises(knobs):
+    raise ZeroDivisionError("made for\\nthis test")
+
+
+def returns_a_word(knobs):
+    return "rule"
+
+
+def returns_nothing(knobs):
+    pass
+
+
+def too_much(knobs):
+    return lambda votes_S, clients: votes_S.abs().float()
+
+
+def not_a_number(knobs):
+    return lambda votes_S, clients: votes_S / 0 * 0
+
+
+def whole(knobs):
+    return lambda votes_S, clients: votes_S.abs() // clients
+
+
+def too_short(knobs):
+    return lambda votes_S, clients: torch.ones(1)
+
+
+def wants_more(knobs):
+    return lambda votes_S, clients, mean_S: votes_S
+
+
+def limping(knobs):
+    def step(w, d, m, moments, t):
+        moments["nothing"].add_(d)
+
+    return ServerRule({}, step)
+"""
+
+
+@pytest.fixture(autouse=True)
+def patch(tmp_path: Path) -> Iterator[pytest.MonkeyPatch]:
+    """A folder with a module `mine` to work in; modules and the path put back afterwards."""
+    (tmp_path / "mine.py").write_text(MINE)
+    with sandbox() as patch:
+        patch.chdir(tmp_path)
+        patch.setattr(sys, "path", sys.path[:])
+        patch.setattr(sys, "dont_write_bytecode", True)
+        yield patch
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None) or "").startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+# Where a name is looked for
+
+
+def test_a_module_in_the_current_folder_is_found_and_looked_for_last(tmp_path: Path) -> None:
+    (tmp_path / "json.py").write_text("raise RuntimeError('this is not the json you want')")
+    assert import_path("mask", "mine:number") == 3
+    assert import_path("mask", "json:dumps")([1]) == "[1]"
+    assert sys.path[-1] == str(tmp_path)
+    import_path("mask", "mine:half")
+    assert sys.path.count(str(tmp_path)) == 1
+
+
+def test_a_module_in_a_package(tmp_path: Path) -> None:
+    (tmp_path / "lab").mkdir()
+    (tmp_path / "lab" / "__init__.py").touch()
+    (tmp_path / "lab" / "masks.py").write_text(
+        "def one(knobs):\n    return lambda votes, clients: votes.abs() / clients\n"
+    )
+    assert isinstance(make_mask("lab.masks:one", 0.4), Mask)
+
+
+@pytest.mark.parametrize(
+    ("path", "sentence"),
+    [
+        (
+            "nowhere:half",
+            "mask 'nowhere:half': there is no module 'nowhere'; start in the folder that holds it, install it, "
+            "or add its folder to PYTHONPATH",
+        ),
+        (
+            "nowhere.deep.er:half",
+            "mask 'nowhere.deep.er:half': there is no module 'nowhere'; start in the folder that holds it, install it, "
+            "or add its folder to PYTHONPATH",
+        ),
+        (
+            "mine.deeper:half",
+            "mask 'mine.deeper:half': there is no module 'mine.deeper'; start in the folder that holds it, install it, "
+            "or add its folder to PYTHONPATH",
+        ),
+        ("broken:half", "mask 'broken:half': importing its module raised ValueError: two lines in one"),
+        ("typo:half", "mask 'typo:half': importing its module raised SyntaxError: ..."),
+        ("leaves:half", "mask 'leaves:half': importing its module raised SystemExit: 3"),
+        ("hungry:half", "mask 'hungry:half': its module needs 'not_installed_anywhere', which is not installed"),
+        ("mine:halv", "mask 'mine:halv': module 'mine' has no 'halv'; did you mean 'half'?"),
+        ("mine:quantum", "mask 'mine:quantum': module 'mine' has no 'quantum'"),
+        (":half", "mask ':half' is no import path; write package.module:name"),
+        ("mine:", "mask 'mine:' is no import path; write package.module:name"),
+        ("mine:number", "mask 'mine:number' is int; it must be a function of the knobs"),
+        (
+            "mine:takes_two",
+            "mask 'mine:takes_two' raised TypeError when it was given its knobs: takes_two() missing 1 required "
+            "positional argument: 'more'; it must take one argument, a MaskKnobs, and return what "
+            "docs/own-algorithm.md describes",
+        ),
+        (
+            "mine:raises",
+            "mask 'mine:raises' raised ZeroDivisionError when it was given its knobs: made for this test; it must ...",
+        ),
+        (
+            "mine:returns_a_word",
+            "mask 'mine:returns_a_word' returned str; it must return a Mask, or a function of votes and clients: "
+            "see docs/own-algorithm.md",
+        ),
+        (
+            "mine:returns_nothing",
+            "mask 'mine:returns_nothing' returned NoneType; it must return a Mask, or a function of votes and clients: "
+            "see docs/own-algorithm.md",
+        ),
+        ("mine:slow_record", "mask 'mine:slow_record' raised TypeError on the votes of two clients: ..."),
+        ("mine:wants_more", "mask 'mine:wants_more' raised TypeError on the votes of two clients: ..."),
+        (
+            "mine:whole",
+            "mask 'mine:whole' must return a float32 tensor of the shape of the votes: add .float()?",
+        ),
+        (
+            "mine:too_short",
+            "mask 'mine:too_short' must return a float32 tensor of the shape of the votes: add .float()?",
+        ),
+        (
+            "mine:too_much",
+            "mask 'mine:too_much' returned [2.0, 1.0, 0.0, 1.0, 2.0] for votes [-2, -1, 0, 1, 2]; "
+            "it must keep to 0 ... 1",
+        ),
+        ("mine:not_a_number", "mask 'mine:not_a_number' returned [nan, nan, nan, nan, nan] for votes ..."),
+        ("gmaa", "unknown mask 'gmaa'; did you mean 'gma'? known: and, gma, mean, package.module:name, sand"),
+    ],
+)
+def test_every_mistake_is_told_in_a_sentence_and_leaves_by_2(
+    tmp_path: Path, path: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "broken.py").write_text("raise ValueError('two lines\\n in one')")
+    (tmp_path / "typo.py").write_text("def half(:\n")
+    (tmp_path / "leaves.py").write_text("raise SystemExit(3)")
+    (tmp_path / "hungry.py").write_text("import not_installed_anywhere\n")
+    assert main(["train", *QUICK, "--out", "run", "--mask", path]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.endswith("\n") and said.err.count("\n") == 1
+    told = said.err.removeprefix("fedmpi: ").rstrip("\n")
+    assert told == sentence or (sentence.endswith("...") and told.startswith(sentence[:-3])), told
+    assert not Path("run").exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "kind", "knobs"),
+    [("--local.rule", "local rule", "LocalKnobs"), ("--server.rule", "server rule", "ServerKnobs")],
+)
+def test_rules_are_told_apart_in_the_sentences(
+    option: str, kind: str, knobs: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path, words in (
+        ("mine:slov", f"{kind} 'mine:slov': module 'mine' has no 'slov'; did you mean 'slow'?"),
+        ("mine:takes_two", f"it must take one argument, a {knobs}, and return"),
+        ("mine:returns_a_word", f"{kind} 'mine:returns_a_word' returned str; it must return"),
+    ):
+        assert main(["train", *QUICK, option, path]) == 2
+        assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "path"),
+    [
+        ("--local.rule", "mine:backwards"),  # a server's rule
+        ("--mask", "mine:backwards"),
+        ("--server.rule", "mine:slow"),
+        ("--server.rule", "mine:steady"),
+    ],
+)
+def test_a_rule_of_another_kind_is_refused_before_anything_is_written(
+    option: str, path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *QUICK, "--out", "run", option, path]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and f"'{path}' returned " in said
+    assert not Path("run").exists()
+
+
+def test_a_server_rule_that_cannot_step_is_refused_before_anything_is_written(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["train", *QUICK, "--out", "run", "--server.rule", "mine:limping"]) == 2
+    said = capsys.readouterr().err
+    assert said == "fedmpi: server rule 'mine:limping' raised KeyError in a step on three elements: 'nothing'\n"
+    assert not Path("run").exists()
+
+
+def test_an_algorithm_is_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+    assert find_row("mine:fedmine").local_lr == 0.25
+    for path, words in (
+        ("mine:number", "algorithm 'mine:number' is int; it must be a fedmpi.algorithms.Row"),
+        ("mine:half", "algorithm 'mine:half' is function; it must be a fedmpi.algorithms.Row"),
+        ("mine:fedmin", "algorithm 'mine:fedmin': module 'mine' has no 'fedmin'; did you mean 'fedmine'?"),
+        ("fedavgg", "unknown algorithm 'fedavgg'; did you mean 'fedavg'? known: "),
+    ):
+        assert main(["train", *QUICK, "--algorithm", path]) == 2
+        assert words in capsys.readouterr().err
+
+
+def test_a_users_own_error_comes_through_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "strict.py").write_text(
+        "from fedmpi.errors import UserError\n\ndef rule(knobs):\n    raise UserError('mu must be 1 for this rule')\n"
+    )
+    with pytest.raises(UserError, match="^mu must be 1 for this rule$"):
+        make_local("strict:rule", LocalKnobs())
+
+
+def test_a_row_of_the_table_goes_before_everything() -> None:
+    assert find("thing", "a", {"a": lambda k: lambda: k}, 5)() == 5
+
+
+# What comes of it
+
+
+def test_bare_functions_and_records_will_do() -> None:
+    assert isinstance(make_local("mine:slow", LocalKnobs()), LocalRule)
+    assert make_local("mine:slow_record", LocalKnobs()).sends == ()
+    half = make_mask("mine:half", 0.25, 2.0)
+    assert not half.second_moment and half(torch.tensor([1, 2]), 4).tolist() == [0.5, 0.5]
+    knobs = sys.modules["mine"].seen[-1]
+    assert (knobs.tau, knobs.sharpness) == (0.25, 2.0)
+    steady = make_mask("mine:steady", 0.4)
+    assert steady.second_moment
+    assert steady(torch.tensor([1]), 2, torch.tensor([1.0]), torch.tensor([4.0])).tolist() == [0.25]
+    w = torch.ones(1)
+    make_server("mine:backwards", ServerKnobs(lr=2.0)).step(w, torch.tensor([0.5]), torch.tensor([0.5]), {}, 1)
+    assert w.item() == 0.5  # 1 - 2 * 0.5 * 0.5
+
+
+@pytest.mark.parametrize(
+    ("words", "header"),
+    [
+        ("--local.rule mine:slow", "client mine:slow lr 0.01, server sgd lr 1;"),
+        ("--mask mine:half", "fedavg with mask mine:half (tau 0.4): client sgd"),
+        ("--mask mine:steady", "fedavg with mask mine:steady (tau 0.4): client sgd"),
+        ("--server.rule mine:backwards", "server mine:backwards lr 1"),
+        ("--algorithm mine:fedmine", "mine:fedmine with mask mine:half (tau 0.4): client mine:slow lr 0.25"),
+    ],
+)
+def test_it_runs_from_the_command_line(words: str, header: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *QUICK, *words.split(), "--out", "run"]) == 0
+    said = capsys.readouterr()
+    assert said.err == "" and header in said.out
+    rounds = metrics(Path("run"))
+    assert len(rounds) == 2 and all(r["dropped"] == 0 for r in rounds)
+    again = parse(["--config", "run/config.yaml", "--out", "again"])
+    assert prepare(again).cfg == again
+
+
+def test_each_of_a_users_choices_changes_the_model() -> None:
+    models = set()
+    for number, words in enumerate(
+        ("", "--local.rule mine:slow", "--mask mine:half", "--mask mine:steady", "--server.rule mine:backwards")
+    ):
+        assert main(["train", *QUICK, *words.split(), "--out", str(number)]) == 0
+        models.add(Path(str(number), "model.safetensors").read_bytes())
+    assert len(models) == 5
+
+
+def test_the_default_folder_of_an_import_path_is_a_plain_name() -> None:
+    assert prepare(parse([*QUICK, "--algorithm", "mine:fedmine"])).out == Path("runs/mine-fedmine-mine-half-tiny-0")
+    assert prepare(parse([*QUICK, "--mask", "mine:steady"])).out == Path("runs/fedavg-mine-steady-tiny-0")

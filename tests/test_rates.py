@@ -1,0 +1,186 @@
+"""Learning rates over the rounds: values by hand, their laws, and what is refused."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedmpi.errors import UserError
+from fedmpi.local import Descent, LocalKnobs
+from fedmpi.rates import Rate, as_rate, make_rate
+
+SCHEDULES = st.one_of(
+    st.just("constant"),
+    st.just("cosine"),
+    st.floats(0, 1).map(lambda last: f"cosine:{last!r}"),
+    st.tuples(st.integers(1, 40), st.floats(0, 1)).map(lambda p: f"step:{p[0]},{p[1]!r}"),
+)
+FORMS = ("constant", "step:rounds,factor", "cosine[:last]")
+
+
+def rates(schedule: str, lr: float, rounds: int) -> list[float]:
+    """The rates of all rounds."""
+    rate = make_rate("--local.schedule", schedule, lr, rounds)
+    return [rate(t) for t in range(1, rounds + 1)]
+
+
+def refusal(schedule: str) -> str:
+    """The sentence that a schedule is refused with."""
+    with pytest.raises(UserError) as caught:
+        make_rate("--server.schedule", schedule, 0.1, 100)
+    return str(caught.value)
+
+
+# Values
+
+
+def test_a_constant_rate_is_the_rate_to_the_bit() -> None:
+    assert rates("constant", 0.1, 4) == [0.1] * 4
+
+
+def test_steps_by_hand() -> None:
+    # every 2 rounds times 1/4: 8 8 | 2 2 | 0.5 0.5 | 0.125
+    assert rates("step:2,0.25", 8.0, 7) == [8.0, 8.0, 2.0, 2.0, 0.5, 0.5, 0.125]
+
+
+def test_a_step_falls_after_its_rounds_and_not_before() -> None:
+    rate = make_rate("--local.schedule", "step:30,0.1", 1.0, 100)
+    assert [rate(t) for t in (1, 30, 31, 60, 61, 90, 91)] == pytest.approx([1, 1, 0.1, 0.1, 0.01, 0.01, 0.001])
+
+
+def test_half_a_cosine_by_hand() -> None:
+    # over 6 rounds the angles are 0, 30, ... 150 degrees: (1 + cos) / 2
+    root = math.sqrt(3) / 2
+    assert rates("cosine", 2.0, 6) == pytest.approx([2, 1 + root, 1.5, 1, 0.5, 1 - root])
+
+
+def test_a_cosine_towards_a_tenth_by_hand() -> None:
+    # over 4 rounds the halves are 1, (1 + r) / 2, 1/2, (1 - r) / 2 with r = cos 45 degrees; then 0.1 + 0.9 * that
+    root = math.sqrt(0.5)
+    assert rates("cosine:0.1", 1.0, 4) == pytest.approx([1, 0.55 + 0.45 * root, 0.55, 0.55 - 0.45 * root])
+
+
+def test_a_warm_up_rises_in_a_line_and_the_cosine_has_the_rounds_behind_it() -> None:
+    # 4 rounds of 10 warm up: 1/5 ... 4/5; then half a cosine over 6 rounds, as above
+    root = math.sqrt(3) / 4
+    expected = [0.2, 0.4, 0.6, 0.8, 1, 0.5 + root, 0.75, 0.5, 0.25, 0.5 - root]
+    assert rates("warmup:4+cosine", 1.0, 10) == pytest.approx(expected)
+
+
+def test_steps_are_counted_from_the_end_of_the_warm_up() -> None:
+    # 1/2 in round 1, then 2 rounds each of 1, 1/2, 1/4
+    assert rates("warmup:1+step:2,0.5", 1.0, 7) == [0.5, 1, 1, 0.5, 0.5, 0.25, 0.25]
+
+
+def test_a_warm_up_alone_ends_in_a_constant_rate() -> None:
+    assert rates("warmup:3", 0.4, 6) == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4, 0.4])
+    assert rates("warmup:3+constant", 0.4, 6) == rates("warmup:3", 0.4, 6)
+
+
+def test_a_warm_up_longer_than_the_run_is_cut_off() -> None:
+    assert rates("warmup:9+cosine", 1.0, 3) == pytest.approx([0.1, 0.2, 0.3])
+
+
+def test_the_last_rate_is_not_yet_nothing() -> None:
+    assert all(rate > 0 for rate in rates("cosine", 0.1, 500))
+    assert rates("cosine", 0.1, 1) == [0.1]
+
+
+def test_a_number_is_a_rate_and_a_rate_is_itself() -> None:
+    assert [as_rate(0.3)(t) for t in (1, 2, 1000)] == [0.3] * 3
+
+    def rate(t: int) -> float:
+        return 1 / t
+
+    assert as_rate(rate) is rate
+
+
+def test_knobs_and_descents_take_numbers_and_rates() -> None:
+    class AtRound:
+        round = 4
+
+    def rate(t: int) -> float:
+        return 1 / t
+
+    assert LocalKnobs(lr=0.3).rate(4) == 0.3 and LocalKnobs(lr=rate).rate(4) == 0.25
+    assert Descent(0.3).rate(AtRound()) == 0.3 and Descent(rate).rate(AtRound()) == 0.25
+
+
+# Laws
+
+
+@given(SCHEDULES, st.floats(1e-6, 10), st.integers(1, 200), st.integers(0, 50))
+def test_a_rate_rises_to_the_full_one_and_never_again(schedule: str, lr: float, rounds: int, warm: int) -> None:
+    all_rates = rates(f"warmup:{warm}+{schedule}" if warm else schedule, lr, rounds)
+    rising, falling = all_rates[:warm], all_rates[warm:]
+    assert all(a < b for a, b in zip(rising, rising[1:], strict=False)) and all(0 < rate < lr for rate in rising)
+    assert all(a >= b for a, b in zip(falling, falling[1:], strict=False)) and all(0 <= rate for rate in falling)
+    if falling:
+        assert falling[0] == pytest.approx(lr, rel=1e-12) and (not rising or rising[-1] < falling[0])
+
+
+@given(SCHEDULES, st.integers(1, 50), st.integers(1, 20))
+def test_a_warm_up_only_puts_the_schedule_off(schedule: str, rounds: int, warm: int) -> None:
+    assert rates(f"warmup:{warm}+{schedule}", 0.5, warm + rounds)[warm:] == rates(schedule, 0.5, rounds)
+
+
+@given(SCHEDULES, st.permutations(range(1, 20)))
+def test_a_rate_depends_on_its_round_alone(schedule: str, order: list[int]) -> None:
+    rate: Rate = make_rate("--local.schedule", f"warmup:3+{schedule}", 0.5, 19)
+    assert [rate(t) for t in order] == [rates(f"warmup:3+{schedule}", 0.5, 19)[t - 1] for t in order]
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    "schedule, sentence",
+    [
+        ("step", "--server.schedule is 'step'; write it as step:rounds,factor, with numbers"),
+        ("step:30", "--server.schedule is 'step:30'; write it as step:rounds,factor, with numbers"),
+        ("step:30;0.1", "--server.schedule is 'step:30;0.1'; write it as step:rounds,factor, with numbers"),
+        ("step:0,0.1", "--server.schedule is 'step:0,0.1'; a step takes a whole number of rounds, 1 or more"),
+        ("step:2.5,0.1", "--server.schedule is 'step:2.5,0.1'; a step takes a whole number of rounds, 1 or more"),
+        ("step:-3,0.1", "--server.schedule is 'step:-3,0.1'; a step takes a whole number of rounds, 1 or more"),
+        ("step:3,1.5", "--server.schedule is 'step:3,1.5'; its factor must lie in [0, 1]"),
+        ("step:3,-0.5", "--server.schedule is 'step:3,-0.5'; its factor must lie in [0, 1]"),
+        ("cosine:-1", "--server.schedule is 'cosine:-1'; its factor must lie in [0, 1]"),
+        ("cosine:2", "--server.schedule is 'cosine:2'; its factor must lie in [0, 1]"),
+        ("cosine:0,1", "--server.schedule is 'cosine:0,1'; write it as cosine[:last], with numbers"),
+        ("warmup", "--server.schedule is 'warmup'; write it as warmup:rounds, with numbers"),
+        ("warmup+cosine", "--server.schedule is 'warmup'; write it as warmup:rounds, with numbers"),
+        (
+            "warmup:0+cosine",
+            "--server.schedule is 'warmup:0+cosine'; a warm-up takes a whole number of rounds, 1 or more",
+        ),
+        ("warmup:1.5", "--server.schedule is 'warmup:1.5'; a warm-up takes a whole number of rounds, 1 or more"),
+        (
+            "warmup:3+",
+            "--server.schedule is 'warmup:3+'; a '+' stands between a warm-up and a schedule: warmup:rounds+cosine",
+        ),
+    ],
+)
+def test_a_refused_schedule_is_told_what_is_valid(schedule: str, sentence: str) -> None:
+    assert refusal(schedule) == sentence
+
+
+@pytest.mark.parametrize(
+    "schedule, opening",
+    [
+        ("cosin", "unknown --server.schedule 'cosin'; did you mean 'cosine[:last]'? known: "),
+        ("linear:3", "unknown --server.schedule 'linear:3'; known: "),
+        ("", "unknown --server.schedule ''; known: "),
+        ("warmup:3+linear", "unknown --server.schedule 'linear'; known: "),
+    ],
+)
+def test_an_unknown_schedule_is_told_all_there_are(schedule: str, opening: str) -> None:
+    sentence = refusal(schedule)
+    assert sentence.startswith(opening) and all(form in sentence for form in FORMS)
+
+
+@pytest.mark.parametrize("schedule", ["warmpu:3+cosine", "warm:3", "cosine+warmup:3", "warmups:3+cosine"])
+def test_who_means_a_warm_up_is_told_how_to_write_it(schedule: str) -> None:
+    assert "warmup:rounds" in refusal(schedule)
