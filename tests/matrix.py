@@ -1,4 +1,4 @@
-"""FedAvg and FedYogi with every mask, a run folder each, on the ranks that started this: `matrix.py OUT COMM`."""
+"""Every algorithm and every mask, a run folder each, on the ranks that started this: `matrix.py OUT COMM`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,20 @@ import sys
 
 import torch
 
+from fedmpi.algorithms import ALGORITHMS
 from fedmpi.comm import connect, share_node
 from fedmpi.env import find_place
 from fedmpi.options import parse
 from fedmpi.run import prepare, run
 
 SMALL = "--data glyphs --clients 40 --cohort 7 --rounds 2 --local.steps 4 --threads 1 --log_to none".split()
-COMBINATIONS = list(itertools.product(("fedavg", "fedyogi"), ("mean", "gma", "and")))
+MASKED = list(itertools.product(("fedavg", "fedyogi"), ("mean", "gma", "and", "sand")))
+COMBINATIONS = MASKED + [(name, "gma") for name in ALGORITHMS if (name, "gma") not in MASKED]
+OPTIONS = {
+    "scaffold": ["--rounds", "3", "--clients", "14"],  # so that clients come back to what they kept
+    "fednova": ["--local.work", "uniform:0.3,1.0"],  # without uneven work it is FedAvg
+    "fedshare": ["--meta.size", "60"],
+}
 
 
 def main(out: str, which: str) -> None:
@@ -24,7 +31,8 @@ def main(out: str, which: str) -> None:
     share_node(comm)
     for algorithm, mask in COMBINATIONS:
         options = ["--algorithm", algorithm, "--mask", mask, "--out", f"{out}/{algorithm}-{mask}"]
-        run(prepare(parse([*SMALL, *options])), comm, place, cpu, os.environ)
+        own = ["--clients", "150", "--eval.every", "4", *OPTIONS.get(algorithm, [])]
+        run(prepare(parse([*SMALL, *own, *options])), comm, place, cpu, os.environ)
     comm.close()
 
 

@@ -52,7 +52,7 @@ def result(out: Path) -> tuple[str, list[dict]]:
 
 
 def test_same_bits_on_any_number_of_ranks_under_any_launcher(tmp_path: Path, mpiexec: list[str]) -> None:
-    """FedAvg and FedYogi with every mask: alone, 1 to 4 ranks under torchrun, 2 and 3 under mpiexec."""
+    """Every algorithm, two of them with every mask: alone, 1 to 4 ranks under torchrun, 2 and 3 under mpiexec."""
     launches = {"alone": (ALONE, "auto")}
     launches |= {f"torchrun {n}": (torchrun(n), "torch") for n in (1, 2, 3, 4)}
     launches |= {f"mpiexec {n}": (mpi(mpiexec, n), "mpi") for n in (2, 3)}

@@ -1,4 +1,5 @@
-"""It really learns: the embedded digits, 100 clients with 2 classes each, 10 a round, gradient masked averaging."""
+"""It really learns: the embedded digits, 100 clients with 2 classes each, 10 a round, every algorithm as it comes, with
+its own mask (gradient masked averaging, but for FedGMA-2021)."""
 
 from __future__ import annotations
 
@@ -8,19 +9,39 @@ import pytest
 import torch
 from shell import metrics
 
+from fedmpi.algorithms import ALGORITHMS
 from fedmpi.comm import SoloComm
 from fedmpi.env import Place
 from fedmpi.options import parse
 from fedmpi.run import prepare, run
 
+# Rounds, and the accuracy to reach in them where chance is 0.1; behind it, the best that was measured.
+REACHES = {
+    "fedavg": (20, 0.5),  # 0.67
+    "fedavgm": (20, 0.6),  # 0.84
+    "fedprox": (20, 0.5),  # 0.70
+    "scaffold": (20, 0.6),  # 0.80
+    "fednova": (20, 0.5),  # 0.66
+    "fedadam": (20, 0.6),  # 0.82
+    "fedyogi": (20, 0.6),  # 0.81
+    "fedadagrad": (20, 0.5),  # 0.72
+    "uga": (15, 0.3),  # 0.44
+    "fedmeta": (20, 0.6),  # 0.85
+    "fedmeta-uga": (15, 0.3),  # 0.54
+    "fedshare": (8, 0.7),  # 0.91
+    "fedgma2021": (20, 0.45),  # 0.63
+}
+
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("algorithm", "rounds"), [("fedavg", 30), ("fedyogi", 20)])
-def test_masked_averaging_learns_from_clients_with_two_classes(algorithm: str, rounds: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_it_learns_from_clients_with_two_classes(algorithm: str, tmp_path: Path) -> None:
+    rounds, least = REACHES[algorithm]
+    federation = ["--data", "glyphs", "--split", "classes", "--clients", "100", "--cohort", "10", "--model", "lenet"]
     options = ["--algorithm", algorithm, "--rounds", str(rounds), "--eval.every", "2", "--log", "none"]
-    prepared = prepare(parse(["--config", "glyphs-noniid-100", *options, "--out", str(tmp_path / "run")]))
+    prepared = prepare(parse([*federation, *options, "--out", str(tmp_path / "run")]))
     run(prepared, SoloComm(), Place("alone", 0, 1, 0, 1), torch.device("cpu"), {})
     tested = [m["test_accuracy"] for m in metrics(tmp_path / "run") if m["test_accuracy"] is not None]
-    assert max(tested) > 0.7, tested  # chance is 0.1; measured 0.81 and 0.81
-    assert max(tested[:3]) < 0.5, "with two classes a client it is hard at first"
+    assert max(tested) > least, tested
+    assert tested[0] < max(tested) - 0.2, "with two classes a client it is hard at first"
