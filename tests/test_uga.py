@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from fedmpi.data import Partition
 from fedmpi.local import Descent, uga
-from fedmpi.local.descent import clipping
-from fedmpi.local.uga import Trace, evaluate
+from fedmpi.local.descent import clipping, whole_gradient
+from fedmpi.local.uga import Trace
 from fedmpi.models.lenet import LeNet
 from fedmpi.task import ModelJob, Task
 from fedmpi.work import Work
@@ -94,7 +94,7 @@ def gradient(descent: Descent, job: ModelJob, trace_bytes: int = 1 << 30) -> Ten
     """What `uga` sends, but for the sign and before it is clipped once more."""
     trace = Trace(descent, job, trace_bytes)
     trace.forward()
-    a_P = evaluate(job)
+    a_P = whole_gradient(job, job.x_P, counted=True)
     with job.aside():
         return trace.backward(a_P)
 
@@ -227,7 +227,7 @@ def watched(steps: int, trace_bytes: int, descent: Descent = HEAVY) -> tuple[Wat
     job = Watched((1.0, -2.0), [(0.1 * i, 0.5) for i in range(2 * steps)], BENT, epochs=2, whole=[((0.3, 0.2), 1.0)])
     job.trace = Trace(descent, job, trace_bytes)
     job.trace.forward()
-    a_P = evaluate(job)
+    a_P = whole_gradient(job, job.x_P, counted=True)
     with job.aside():
         return job, job.trace.backward(a_P)
 

@@ -8,7 +8,9 @@ One step, with learning rate eta, momentum rho and weight decay l, from v = 0 in
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,16 +41,20 @@ class Descent:
 
     def run(self, job: Job, pull: Pull | None = None) -> Stepped:
         """Train `job.x_P` over the job's batches."""
-        lr, x_P, g_P, steps = self.rate(job), job.x_P, None, 0
-        v_P = torch.zeros_like(x_P)
+        lr, v_P, g_P, steps = self.rate(job), torch.zeros_like(job.x_P), None, 0
         for batch in job.batches():
-            g_P = self.shape(job.grad(x_P, batch), x_P)
-            if pull is not None:
-                pull(g_P, x_P)
-            v_P.mul_(self.momentum).add_(g_P)
-            x_P.sub_(v_P, alpha=lr)
+            g_P = self.step(job, batch, v_P, lr, pull)
             steps += 1
         return Stepped(steps, g_P)
+
+    def step(self, job: Job, batch: Any, v_P: Tensor, lr: float, pull: Pull | None = None) -> Tensor:
+        """One step of `job.x_P` and the momentum v_P, in place; returns the gradient as it was used."""
+        g_P = self.shape(job.grad(job.x_P, batch), job.x_P)
+        if pull is not None:
+            pull(g_P, job.x_P)
+        v_P.mul_(self.momentum).add_(g_P)
+        job.x_P.sub_(v_P, alpha=lr)
+        return g_P
 
     def shape(self, g_P: Tensor, x_P: Tensor) -> Tensor:
         """The gradient, clipped to norm `clip` and with the weight decay in it, in place."""
@@ -84,10 +90,11 @@ def clipping(g_P: Tensor, most: float) -> Tensor:
     return factor.clamp_max(1.0)
 
 
-def whole_gradient(job: Job, x_P: Tensor) -> Tensor:
-    """The gradient of the client's whole loss at x_P, in memory of its own; it leaves no trace."""
+def whole_gradient(job: Job, x_P: Tensor, counted: bool = False) -> Tensor:
+    """The gradient of the client's whole loss at x_P, in memory of its own. Unless it is `counted` as training it
+    leaves no trace in buffers and loss."""
     total_P = torch.zeros_like(x_P)
-    with job.aside():
+    with nullcontext() if counted else job.aside():
         for batch, share in job.everything():
             total_P.add_(job.grad(x_P, batch), alpha=share)
     return total_P

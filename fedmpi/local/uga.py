@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .descent import Descent, clipping
+from .descent import Descent, clipping, whole_gradient
 from .job import Job, LocalResult, LocalRule
 
 TRACE_BYTES = 256 << 20
@@ -41,7 +41,7 @@ def uga(descent: Descent, trace_bytes: int = TRACE_BYTES) -> LocalRule:
     def run(job: Job) -> LocalResult:
         trace = Trace(descent, job, trace_bytes)
         trace.forward()
-        a_P = evaluate(job)
+        a_P = whole_gradient(job, job.x_P, counted=True)  # the last epoch
         with job.aside():
             gradient_P = trace.backward(a_P)
         if descent.clip is not None:
@@ -49,14 +49,6 @@ def uga(descent: Descent, trace_bytes: int = TRACE_BYTES) -> LocalRule:
         return LocalResult(torch.neg(gradient_P, out=job.delta_P))
 
     return LocalRule(run)
-
-
-def evaluate(job: Job) -> Tensor:
-    """The gradient of the client's whole loss at x_P: the last epoch, so its loss counts."""
-    total_P = torch.zeros_like(job.x_P)
-    for batch, share in job.everything():
-        total_P.add_(job.grad(job.x_P, batch), alpha=share)
-    return total_P
 
 
 class Trace:
@@ -82,13 +74,10 @@ class Trace:
 
     def walk(self, first: int, v_P: Tensor) -> None:
         """Take the steps of one segment from job.x_P and v_P, in place, keeping its points."""
-        x_P = self.job.x_P
         self.points = []
         for batch in self.batches[first : first + self.length]:
-            self.points.append(x_P.clone())
-            g_P = self.descent.shape(self.job.grad(x_P, batch), x_P)
-            v_P.mul_(self.descent.momentum).add_(g_P)
-            x_P.sub_(v_P, alpha=self.lr)
+            self.points.append(self.job.x_P.clone())
+            self.descent.step(self.job, batch, v_P, self.lr)
 
     def backward(self, a_P: Tensor) -> Tensor:
         """From the derivative with respect to the end of the steps to that with respect to their beginning, in
