@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import __version__
-from .errors import CommonError, RunError, UserError, unknown
+from .errors import AgreedError, CommonError, RunError, UserError, unknown
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +63,7 @@ def train(arguments: list[str]) -> int:
     """`fedmpi train`: on every rank of whatever launched it."""
     import torch
 
-    from .comm import connect
+    from .comm import agree_early, connect
     from .env import available_cores, choose_device, find_place, threads_per_rank
     from .log import set_up
     from .options import parse
@@ -72,7 +72,7 @@ def train(arguments: list[str]) -> int:
     place = find_place(os.environ)
     set_up(place.rank, place.size)
     try:
-        prepared = prepare(parse(arguments))
+        prepared = agree_early(place, lambda: prepare(parse(arguments)))
         cfg = prepared.cfg
         torch.set_num_threads(threads_per_rank(place, cfg.threads, available_cores()))
         device = torch.device(choose_device(place, cfg.device, torch.cuda.device_count()))
@@ -80,6 +80,10 @@ def train(arguments: list[str]) -> int:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
         comm = connect(cfg.comm, place, device, cfg.timeout, os.environ)
+    except AgreedError as error:
+        if place.rank == 0:
+            complain(str(error))
+        return 2
     except UserError as error:
         # Nearly always the same on every rank, and then rank 0's word is enough: launchers end all ranks when the first
         # one leaves, so the others wait for that. Who is still there has found something that rank 0 has not.
@@ -112,7 +116,7 @@ def on_this_rank(prepared: Prepared, comm: Comm, place: Place, device: torch.dev
     except KeyboardInterrupt:
         complain(who + "interrupted")
         comm.abort(130)
-    except Exception:
+    except (Exception, SystemExit):  # whoever calls sys.exit in here has not finished the run
         complain(who + traceback.format_exc())
         comm.abort(1)
     if comm.rank == 0:

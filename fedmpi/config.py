@@ -15,6 +15,8 @@ from typing import Any
 
 from .errors import UserError
 
+MOST = 3e38  # what float32 holds
+
 
 def knob(
     default: Any, low: float = -math.inf, high: float = math.inf, open_low: bool = False, open_high: bool = False
@@ -47,6 +49,8 @@ class Local:
     """weight decay of the client's SGD"""
     clip: float | None = knob(None, low=0)
     """largest norm of a gradient; longer ones are shortened to it. 0: no limit; null: the algorithm's own"""
+    clip_update: float | None = knob(None, low=0)
+    """largest norm of what a client sends (its delta; for uga its gradient). 0: no limit; null: the algorithm's own"""
     mu: float = knob(0.01, low=0)
     """pull towards the global model (rule prox)"""
     option: str = "II"
@@ -167,7 +171,7 @@ class Config:
     seed: int = knob(0, low=0)
     """seed of everything that is drawn"""
     out: str | None = None
-    """run folder; null: runs/<algorithm>-<mask>-<data>-<seed>"""
+    """run folder; null: runs/<algorithm>-<mask>-<data>-<seed>, with the rules that are not the algorithm's own"""
     comm: str = "auto"
     """transport: torch (gloo, nccl), mpi, or auto by the launcher"""
     sum: str = "exact"
@@ -212,6 +216,8 @@ def check_bounds(part: Any, prefix: str) -> None:
         elif "low" in f.metadata and value is not None:
             if abs(value) == math.inf:
                 raise UserError(f"--{prefix}{f.name} is {value}; it must be a finite number")
+            if abs(value) > MOST:
+                raise UserError(f"--{prefix}{f.name} is {value}; it must be at most {MOST:g}")
             if not within(value, **f.metadata):
                 raise UserError(f"--{prefix}{f.name} is {value}; it must be {interval(**f.metadata)}")
 
@@ -223,6 +229,7 @@ def within(value: float, low: float, high: float, open_low: bool, open_high: boo
 
 def interval(low: float, high: float, open_low: bool, open_high: bool) -> str:
     """Bounds in words."""
+    least, most = (f"{bound:.0f}" if float(bound).is_integer() else f"{bound:g}" for bound in (low, high))
     if high == math.inf:
-        return f"above {low:g}" if open_low else f"at least {low:g}"
-    return f"in {'(' if open_low else '['}{low:g}, {high:g}{')' if open_high else ']'}"
+        return f"above {least}" if open_low else f"at least {least}"
+    return f"in {'(' if open_low else '['}{least}, {most}{')' if open_high else ']'}"

@@ -23,16 +23,23 @@ class CommonError(RunError):
     """A fault that every rank raises in the same words at the same point, so that all can leave in good order."""
 
 
-def unknown(kind: str, given: str, known: Iterable[str]) -> UserError:
-    """The error for a name that is not in a table, with the nearest match where there is one."""
+class AgreedError(UserError):
+    """A caller's mistake that every rank has heard of, so that one of them may tell it for all."""
+
+
+def unknown(kind: str, given: str, known: Iterable[str], own: bool = False) -> UserError:
+    """The error for a name that is not in a table, with the nearest match where there is one; `own` where a user's own
+    may stand in its place."""
     names = sorted(known)
     near = nearest(given, names)
     hint = f"did you mean '{near}'? " if near else ""
-    return UserError(f"unknown {kind} '{given}'; {hint}known: {', '.join(names)}")
+    yours = ", or your own as package.module:name" if own else ""
+    return UserError(f"unknown {kind} '{given}'; {hint}known: {', '.join(names)}{yours}")
 
 
 def nearest(given: str, known: Iterable[str]) -> str | None:
     """The known name that was probably meant, if any is near enough: 'resnet' does not mean 'lenet'."""
-    names = list(known)
-    shuffled = (name for name in names if sorted(name) == sorted(given))
-    return next(shuffled, None) or next(iter(difflib.get_close_matches(given, names, n=1, cutoff=0.75)), None)
+    names, given = {name.lower(): name for name in known}, given.lower()
+    shuffled = (low for low in names if sorted(low) == sorted(given))
+    low = next(shuffled, None) or next(iter(difflib.get_close_matches(given, names, n=1, cutoff=0.75)), None)
+    return None if low is None else names[low]

@@ -134,14 +134,18 @@ def try_out(name: str, mask: Mask) -> None:
     """Refuse a mask from outside that does not work, before a run begins: on the votes of two clients."""
     votes_S = torch.tensor([-2, -1, 0, 1, 2], dtype=torch.int8)
     mean_S, square_S = votes_S / 2, votes_S.square() / 4 + 0.25
+    given = votes_S.clone(), mean_S.clone(), square_S.clone()
     try:
-        kept_S = mask(votes_S.clone(), 2, mean_S, square_S)
-    except Exception as error:
+        kept_S = mask(given[0], 2, given[1], given[2])
+    except (Exception, SystemExit) as error:
         raise UserError(
             f"mask '{name}' raised {type(error).__name__} on the votes of two clients: {one_line(error)}"
         ) from error
+    if not all(map(torch.equal, given, (votes_S, mean_S, square_S))):
+        raise UserError(f"mask '{name}' writes into what it is given, which is used again; work on copies")
     if not isinstance(kept_S, Tensor) or kept_S.shape != votes_S.shape or kept_S.dtype != torch.float32:
-        raise UserError(f"mask '{name}' must return a float32 tensor of the shape of the votes: add .float()?")
+        came = f"{kept_S.dtype} of shape {tuple(kept_S.shape)}" if isinstance(kept_S, Tensor) else type(kept_S).__name__
+        raise UserError(f"mask '{name}' returned {came}; it must be torch.float32 of the shape of the votes")
     if not bool(((kept_S >= 0) & (kept_S <= 1)).all()):
         raise UserError(
             f"mask '{name}' returned {kept_S.tolist()} for votes {votes_S.tolist()}; it must keep to 0 ... 1"

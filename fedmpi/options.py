@@ -32,6 +32,7 @@ def parse(arguments: list[str]) -> Config:
     )
     parser.add_argument("--config", action="config", help="YAML file, or the name of a bundled recipe")
     parser.add_class_arguments(Config, as_group=False)
+    check_renaming(arguments)
     try:
         values = parser.instantiate(parser.parse_args(files_first(without_aliases(arguments))))
     except argparse.ArgumentError as error:
@@ -65,6 +66,27 @@ def files_first(arguments: list[str]) -> list[str]:
         else:
             files.append(f"--config={find_file(given)}")
     return files + options
+
+
+def check_renaming(arguments: list[str]) -> None:
+    """Refuse another --algorithm for a file that fixes the rules of its own, as the config.yaml of a run does: the run
+    would have the new name and the old rules."""
+    options = dict(zip(arguments, arguments[1:], strict=False))
+    options |= {name: value for word in arguments for name, equals, value in [word.partition("=")] if equals}
+    if not {"--algorithm", "--config"} <= options.keys():
+        return
+    file = find_file(options["--config"])
+    tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+    fixed = [
+        f"{group}.rule {rule}"
+        for group in ("local", "server")
+        if (rule := (tree.get(group) or {}).get("rule")) and f"--{group}.rule" not in options
+    ]
+    if fixed and tree.get("algorithm", options["--algorithm"]) != options["--algorithm"]:
+        raise UserError(
+            f"--algorithm {options['--algorithm']} with --config {file}, which fixes {' and '.join(fixed)} for its own "
+            f"algorithm {tree['algorithm']}; leave --algorithm out, or start from a file without the rules"
+        )
 
 
 def find_file(name: str) -> Path:

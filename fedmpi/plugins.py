@@ -16,10 +16,10 @@ from .errors import UserError, nearest, unknown
 
 
 def find(kind: str, name: str, table: Mapping[str, Any], knobs: Any) -> Any:
-    """What the row of that name, or the function at that import path, makes of the knobs: something to call."""
+    """What the row of that name, or the function at that import path, makes of the knobs."""
     if ":" not in name:
         if name not in table:
-            raise unknown(kind, name, [*table, "package.module:name"])
+            raise unknown(kind, name, table, own=True)
         return table[name](knobs)
     make = import_path(kind, name)
     if not callable(make):
@@ -28,7 +28,7 @@ def find(kind: str, name: str, table: Mapping[str, Any], knobs: Any) -> Any:
         made = make(knobs)
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(
             f"{kind} '{name}' raised {type(error).__name__} when it was given its knobs: {one_line(error)}; "
             f"it must take one argument, a {type(knobs).__name__}, and return what docs/own-algorithm.md describes"
@@ -46,8 +46,8 @@ def refuse(kind: str, name: str, made: Any, valid: str) -> UserError:
 def import_path(kind: str, path: str) -> Any:
     """What `package.module:name` names; a `UserError` tells which part of it is not there."""
     module_name, _, attribute = path.partition(":")
-    if not module_name or not attribute:
-        raise UserError(f"{kind} '{path}' is no import path; write package.module:name")
+    if not module_name or not attribute or "/" in path or module_name.endswith(".py"):
+        raise UserError(f"{kind} '{path}' is no import path; write package.module:name, with dots and without .py")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:

@@ -15,6 +15,7 @@ import math
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ import yaml
 from safetensors.torch import save_file
 
 from . import __version__
-from .algorithms import Algorithm, build, resolve
+from .algorithms import Algorithm, build, find_row, resolve
 from .comm import Comm, agreed
 from .config import Config, check
 from .data import DATASETS, SPLITS, Arrays, Ints, Partition, check_weights, hold_out, load, split
@@ -64,6 +65,10 @@ def prepare(cfg: Config) -> Prepared:
     """Check everything that needs neither data nor other ranks; a `UserError` names the first mistake."""
     check(cfg)
     cfg = resolve(cfg)
+    try:
+        check(cfg)  # once more, for what a row of the user's own has filled in
+    except UserError as error:
+        raise UserError(f"algorithm '{cfg.algorithm}': {error}") from None
     for kind, name, table in (("data set", cfg.data, DATASETS), ("split", cfg.split, SPLITS), ("sum", cfg.sum, SUMS)):
         if name not in table:
             raise unknown(kind, name, table)
@@ -71,8 +76,18 @@ def prepare(cfg: Config) -> Prepared:
         check_weights(cfg.meta.weights)
     assert cfg.local.epochs is not None, "resolved above"
     work = Work(cfg.local.epochs, cfg.local.steps, cfg.local.batch, make_share(cfg.local.work))
-    out = Path(cfg.out or "runs/" + re.sub(r"[^\w.-]+", "-", f"{cfg.algorithm}-{cfg.mask}-{cfg.data}-{cfg.seed}"))
+    if cfg.out == "":
+        raise UserError("--out is ''; name a folder, or leave it out")
+    out = Path(default_folder(cfg) if cfg.out is None else cfg.out)
     return Prepared(cfg, build(cfg), find_model(cfg.model), work, sink_names(cfg.log), out)
+
+
+def default_folder(cfg: Config) -> str:
+    """runs/ and what the run is: algorithm, the rules that are not its own, mask, data, seed."""
+    row = find_row(cfg.algorithm)
+    others = [rule for rule, own in ((cfg.local.rule, row.local), (cfg.server.rule, row.server)) if rule != own]
+    name = "-".join(map(str, [cfg.algorithm, *others, cfg.mask, cfg.data, cfg.seed]))
+    return "runs/" + re.sub(r"[^\w.-]+", "-", name)
 
 
 def run(prepared: Prepared, comm: Comm, place: Place, device: torch.device, environ: Mapping[str, str]) -> Report:
@@ -186,18 +201,28 @@ def load_data(cfg: Config) -> tuple[Arrays, Partition, Ints]:
 
 
 def check_memory_folder(prepared: Prepared) -> None:
-    """Refuse a folder for clients' memories that this rank cannot use."""
+    """Refuse a folder for clients' memories that this rank cannot write to."""
     folder = prepared.cfg.memory.folder
-    if prepared.algorithm.local.keeps and folder and not (Path(folder).is_dir() and os.access(folder, os.W_OK)):
-        raise UserError(f"--memory.folder {folder} is no folder that can be written; make it or name another")
+    if folder is None:
+        return
+    try:
+        with tempfile.TemporaryFile(dir=Path(folder).expanduser()):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"--memory.folder {folder} cannot be written ({error.strerror}); make it, or name another"
+        ) from None
 
 
 def make_memory(prepared: Prepared, task: Task) -> Memory:
     """Where this rank keeps what its clients keep."""
     cfg, names = prepared.cfg.memory, prepared.algorithm.local.keeps
-    folder = Path(cfg.folder) if cfg.folder else prepared.out
-    here = folder if folder.is_dir() else None  # a node may not see the run folder: then it takes one for passing files
-    return Memory(names, task.layout.params, int(cfg.limit * 2**30), here)
+    folder = Path(cfg.folder).expanduser() if cfg.folder else prepared.out
+    if not folder.is_dir():  # a node may not see the run folder
+        folder = Path(tempfile.gettempdir())
+        if names:
+            warnings.warning("the run folder is not seen here: clients' memories beyond the limit go to %s", folder)
+    return Memory(names, task.layout.params, int(cfg.limit * 2**30), folder)
 
 
 def make_task(
@@ -254,17 +279,25 @@ def write(path: Path, text: str) -> None:
     os.replace(aside, path)
 
 
+def scheduled(schedule: str) -> str:
+    return "" if schedule == "constant" else f" ({schedule})"
+
+
 def header(cfg: Config, task: Task, comm: Comm) -> str:
     """What is about to run, in two lines."""
     variant = f", variant {cfg.server.variant}" if cfg.server.rule in ("adam", "yogi", "adagrad") else ""
     tau = "" if cfg.mask == "mean" else f" (tau {cfg.tau:g})"
     held = f"; {cfg.meta.size} samples held out" if cfg.meta.size else ""
-    held += f", meta step lr {cfg.meta.lr:g}" if cfg.meta.lr else ""
-    held += ", a copy for every client" if cfg.meta.share else ""
+    uses = [f"meta step lr {cfg.meta.lr:g}"] * bool(cfg.meta.lr) + ["a copy for every client"] * bool(cfg.meta.share)
+    held += f" ({', '.join(uses) or 'not used'})" if cfg.meta.size else ""
     threads = torch.get_num_threads()
     ranks = f"{comm.size} rank{'s' * (comm.size > 1)} ({comm.name}), {threads} thread{'s' * (threads > 1)} each"
+    client = f"client {cfg.local.rule} lr {cfg.local.lr:g}{scheduled(cfg.local.schedule)}"
+    client += "" if cfg.local.work == "full" else f", work {cfg.local.work}"
+    server = f"server {cfg.server.rule} lr {cfg.server.lr:g}{scheduled(cfg.server.schedule)}{variant}"
+    server += f", momentum {cfg.server.momentum:g}" if cfg.server.momentum and cfg.server.rule == "sgd" else ""
     return (
-        f"{cfg.algorithm} with mask {cfg.mask}{tau}: client {cfg.local.rule} lr {cfg.local.lr:g}, "
-        f"server {cfg.server.rule} lr {cfg.server.lr:g}{variant}; {cfg.model}, {task.layout.params:,} parameters\n"
+        f"{cfg.algorithm} with mask {cfg.mask}{tau}: {client}, {server}; "
+        f"{cfg.model}, {task.layout.params:,} parameters\n"
         f"{cfg.data} split {cfg.split} over {cfg.clients} clients, {cfg.cohort} a round{held}; {ranks}, sum {cfg.sum}"
     )

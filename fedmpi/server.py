@@ -146,11 +146,30 @@ def make_server(name: str, knobs: ServerKnobs, mask_moments: bool = False) -> Se
 
 
 def try_out(name: str, rule: ServerRule) -> None:
-    """Refuse a rule from outside that does not work, before a run begins: one step on three elements."""
-    w, d, m = torch.zeros(3), torch.tensor([-0.5, 0.0, 0.5]), torch.ones(3)
+    """Refuse a rule from outside that does not work, before a run begins: a step on six elements, and on two and
+    four."""
+    d = torch.tensor([-0.5, 0.0, 0.5, 0.3, -0.2, 0.1])
+
+    def step(part: slice) -> Tensor:
+        w = torch.zeros(6)[part]
+        moments = {key: torch.full_like(w, value) for key, value in rule.moments.items()}
+        before = dict(moments)
+        returned: object = rule.step(w, d[part].clone(), torch.ones_like(w), moments, 1)  # type: ignore[func-returns-value]
+        if returned is not None or any(moments.get(key) is not moment for key, moment in before.items()):
+            raise UserError(
+                f"server rule '{name}': a step changes w and its moments in place (add_, copy_), returns nothing"
+            )
+        if not all(bool(vector.isfinite().all()) for vector in (w, *moments.values())):
+            raise UserError(f"server rule '{name}' makes NaN or infinity of the delta {d.tolist()} in its first step")
+        return w
+
     try:
-        rule.step(w, d, m, {key: torch.full((3,), value) for key, value in rule.moments.items()}, 1)
-    except Exception as error:
+        whole, parts = step(slice(0, 6)), torch.cat([step(slice(0, 2)), step(slice(2, 6))])
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
         raise UserError(
-            f"server rule '{name}' raised {type(error).__name__} in a step on three elements: {one_line(error)}"
+            f"server rule '{name}' raised {type(error).__name__} in a step on six elements: {one_line(error)}"
         ) from error
+    if not torch.equal(whole, parts):
+        raise UserError(f"server rule '{name}' is not elementwise: each rank has a piece of the model and no more")

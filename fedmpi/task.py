@@ -128,8 +128,9 @@ class ModelJob:
     def finish(self, result: LocalResult) -> Trained:
         """What the client brings back, with the float buffers' delta behind that of the parameters."""
         layout = self.task.layout
-        if result.delta_P.shape != self.delta_P.shape:
-            raise ValueError(f"a delta of shape {tuple(result.delta_P.shape)}, not {tuple(self.delta_P.shape)}")
+        if result.delta_P.shape != self.delta_P.shape or not result.delta_P.is_floating_point():
+            given = f"{result.delta_P.dtype} of shape {tuple(result.delta_P.shape)}"
+            raise ValueError(f"its delta is {given}; it must be floating point of shape {tuple(self.delta_P.shape)}")
         if result.delta_P.data_ptr() != self.delta_P.data_ptr():
             self.delta_P.copy_(result.delta_P)
         behind = slice(layout.params, layout.length)
@@ -183,16 +184,18 @@ class Task:
     def gradient(self, batch: Batch) -> Tensor:
         """Put the gradient of a batch's mean loss into `grad_P`; returns the loss."""
         self.grad_P.zero_()
-        loss = self.loss(batch)
+        with torch.enable_grad():
+            loss = self.loss(batch)
         torch.autograd.backward(loss)
         return loss.detach()
 
     def linearise(self, batch: Batch) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """The gradient of a batch's mean loss, and the function v -> H v; valid until the model moves."""
         params = [tensor for _, tensor in self.trained]
-        grads = torch.autograd.grad(
-            self.loss(batch), params, create_graph=True, allow_unused=True, materialize_grads=True
-        )
+        with torch.enable_grad():
+            grads = torch.autograd.grad(
+                self.loss(batch), params, create_graph=True, allow_unused=True, materialize_grads=True
+            )
 
         def times_hessian(v_P: Tensor) -> Tensor:
             curved = [(g, span.view(v_P)) for g, (span, _) in zip(grads, self.trained, strict=True) if g.requires_grad]

@@ -32,7 +32,7 @@ from torch import Tensor
 from .algorithms import Algorithm, MetaStep
 from .cohort import Cohort, draw
 from .comm import Comm
-from .errors import CommonError
+from .errors import CommonError, RunError, UserError
 from .flat import Layout
 from .local import Channel, LocalRule
 from .memory import Memory
@@ -50,7 +50,8 @@ MOST = 2.0**20  # of a loss, and of steps
 
 @dataclass(frozen=True)
 class State:
-    """What outlives a round. The tensors are the live ones that the next round moves: copy what you want to keep."""
+    """What outlives a round. It is whole between rounds; its tensors are the live ones that the next round moves, so
+    copy what you want to keep."""
 
     round: int
     """rounds done"""
@@ -165,8 +166,8 @@ class Ledger:
         result, steps = trained.result, trained.result.steps
         if not abs(trained.loss) < MOST:
             raise Unusable(f"its training loss is {trained.loss:g}")
-        if self.rule.normalised and not 0 < steps < MOST:
-            raise Unusable(f"its steps are {steps:g}, which must lie between 0 and {MOST:g}")
+        if self.rule.normalised and not (isinstance(steps, int | float) and 0 < steps < MOST):
+            raise Unusable(f"its steps are {steps}, which must be a number between 0 and {MOST:.0f}")
         for what, given, declared in (
             ("sends", result.sends, self.channels),
             ("keeps", result.keeps, self.rule.keeps),
@@ -213,7 +214,10 @@ def rounds(state: State, plan: Plan, algorithm: Algorithm, task: Task, comm: Com
     """Train from `state` to the last round of the plan, yielding after each. Collective."""
     ledger = Ledger(comm, algorithm, task.layout, plan.cohort, plan.sum, task.partition.clients, task.device)
     while state.round < plan.rounds:
-        state, report = run_round(state, plan, algorithm, task, comm, ledger)
+        try:
+            state, report = run_round(state, plan, algorithm, task, comm, ledger)
+        except UserError as error:  # of a rule or mask from outside: on this rank, perhaps on no other
+            raise RunError(f"round {state.round + 1}: {error}") from error
         yield state, report
 
 
@@ -239,9 +243,13 @@ def run_round(
     if algorithm.meta is not None and ledger.meta is not None:
         with clock("meta"):
             take_meta_step(state, algorithm.meta, task, ledger.meta, comm)
-    return state, sum_up(number, delivery, seen, task.layout.params, comm, comm.sent - sent, clock)
+    state.memory.commit()
+    length = state.model_N.numel() // comm.size
+    sound = bool(state.model_N[comm.rank * length : (comm.rank + 1) * length].sum().isfinite())
+    return state, sum_up(number, delivery, seen, sound, task.layout.params, comm, comm.sent - sent, clock)
 
 
+@torch.no_grad()  # a job's gradients switch it on; a rule's own arithmetic must not leave a graph in the sums
 def train_clients(
     state: State, plan: Plan, rule: LocalRule, task: Task, rank: int, cohort: Cohort, ledger: Ledger
 ) -> tuple[Tensor, Tensor]:
@@ -258,7 +266,7 @@ def train_clients(
         if trained is None:
             continue
         ledger.add(trained, weight)
-        state.memory.write(cid, trained.result.keeps)
+        state.memory.stage(cid, trained.result.keeps)
         share = weight / cohort.total * UNIT
         steps = trained.result.steps if rule.normalised else 1.0
         counts[:3] += torch.tensor([weight, round(trained.loss * share), round(steps * share)])
@@ -272,17 +280,25 @@ def train_client(state: State, plan: Plan, rule: LocalRule, task: Task, cid: int
 
     What a client's training raises (out of memory, an error in a user's rule or model) must not end the run of all.
     """
-    number = state.round + 1
+    number, memory = state.round + 1, state.memory.read(cid)
+    readable = (state.model_N, *state.shared.values(), *memory.values())
+    before = [vector._version for vector in readable]
+    trained: Trained | None = None
     try:
-        job = task.job(state.model_N, state.ints, number, cid, plan.work, state.shared, state.memory.read(cid))
+        job = task.job(state.model_N, state.ints, number, cid, plan.work, state.shared, memory)
         trained = job.finish(rule(job))
         ledger.check(trained)
     except Unusable as why:
         log.warning("round %d: client %d left out: %s", number, cid, why)
-        return None
-    except Exception:
+        trained = None
+    except (Exception, SystemExit):
         log.exception("round %d: client %d left out: its training raised", number, cid)
-        return None
+        trained = None
+    if [vector._version for vector in readable] != before:
+        raise RunError(
+            f"round {number}, client {cid}: its rule wrote to job.start_P, job.shared or job.memory, which all clients "
+            "share; train job.x_P, and copy what you want to change"
+        )
     return trained
 
 
@@ -299,7 +315,7 @@ def too_few(number: int, plan: Plan, delivery: Delivery) -> CommonError:
     return CommonError(
         f"round {number}: {len(delivery.used)} of {plan.cohort} clients delivered a usable update, but min_clients is "
         f"{plan.min_clients}; left out: {', '.join(map(str, delivery.dropped))}. The log of their ranks tells why; "
-        "a lower --local.lr often helps"
+        "where it is the size of an update or of the loss, a lower --local.lr often helps"
     )
 
 
@@ -405,12 +421,22 @@ def count_votes(votes: Tensor) -> Tensor:
     return votes.abs_().float().sum() if votes.dtype == torch.int8 else votes.abs_().sum(dtype=torch.int64)
 
 
-def sum_up(number: int, delivery: Delivery, seen: Seen, params: int, comm: Comm, sent: int, clock: Clock) -> Report:
-    """The report of a round, over all ranks. Collective."""
+def sum_up(
+    number: int, delivery: Delivery, seen: Seen, sound: bool, params: int, comm: Comm, sent: int, clock: Clock
+) -> Report:
+    """The report of a round, over all ranks; an error on all of them where the model is not `sound` on one.
+    Collective."""
     microseconds = [round(clock.seconds[phase] * 1e6) for phase in PHASES]
-    totals = torch.tensor([int(seen.kept), int(seen.votes), sent, *microseconds], dtype=torch.int64)
+    sound = sound and bool(seen.kept.isfinite())
+    kept_here = int(seen.kept) if sound else 0
+    totals = torch.tensor([not sound, kept_here, int(seen.votes), sent, *microseconds], dtype=torch.int64)
     comm.sum(totals)
-    kept, votes, bytes_sent, *times = totals.tolist()
+    spoilt, kept, votes, bytes_sent, *times = totals.tolist()
+    if spoilt:
+        raise CommonError(
+            f"round {number}: mask and server's step left the model with NaN or infinity; lower --server.lr"
+            " (--meta.lr, where there is a meta step)"
+        )
     return Report(
         round=number,
         clients=len(delivery.used),

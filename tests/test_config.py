@@ -248,7 +248,8 @@ def test_what_a_run_writes_down_reads_back_the_same(tmp_path_factory: pytest.Tem
 def test_a_row_fills_in_what_was_left_out(name: str) -> None:
     row, cfg = ALGORITHMS[name], resolve(replace(Config(), algorithm=name))
     assert (cfg.local.rule, cfg.local.lr) == (row.local, row.local_lr)
-    assert (cfg.local.momentum, cfg.local.epochs, cfg.local.clip) == (row.local_momentum, row.epochs, row.clip)
+    assert (cfg.local.momentum, cfg.local.epochs) == (row.local_momentum, row.epochs)
+    assert (cfg.local.clip, cfg.local.clip_update) == (row.clip, row.clip_update)
     assert (cfg.mask, cfg.tau) == (row.mask, row.tau)
     assert (cfg.meta.size, cfg.meta.lr, cfg.meta.share) == (row.meta_size, row.meta_lr, row.share)
     assert (cfg.server.rule, cfg.server.lr, cfg.server.momentum) == (row.server, row.server_lr, row.server_momentum)
@@ -256,7 +257,7 @@ def test_a_row_fills_in_what_was_left_out(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_a_row_never_overrides_what_was_given(name: str) -> None:
-    local = Local(rule="sgd", lr=0.123, momentum=0.0, epochs=4, clip=0.0)
+    local = Local(rule="sgd", lr=0.123, momentum=0.0, epochs=4, clip=0.0, clip_update=0.0)
     server = Server(rule="adagrad", lr=7.0, momentum=0.0, b2=0.0, eps=0.5)
     meta = Meta(size=7, lr=0.5, share=False)
     asked = replace(Config(), algorithm=name, mask="sand", tau=0.0, local=local, server=server, meta=meta)
@@ -271,7 +272,8 @@ def test_a_given_zero_is_given() -> None:
     cfg = resolve(given_zeros)
     assert (cfg.tau, cfg.local.momentum, cfg.meta) == (0.0, 0.0, given_zeros.meta)
     assert build(cfg).meta is None
-    assert resolve(replace(Config(), algorithm="uga", local=Local(clip=0.0))).local.clip == 0.0  # its own is not 0
+    unbound = resolve(replace(Config(), algorithm="uga", local=Local(clip_update=0.0)))
+    assert unbound.local.clip_update == 0.0  # its own is not 0
     assert build(resolve(replace(Config(), algorithm="fedavgm"))).server.moments == {"z": 0.0}
 
 
@@ -298,7 +300,7 @@ def test_a_free_combination_starts_from_the_values_of_the_rows_that_have_its_rul
     def values(algorithm: str, local: str | None, server: str | None) -> tuple[Any, ...]:
         asked = replace(Config(), algorithm=algorithm, local=Local(rule=local), server=Server(rule=server))
         cfg = resolve(asked)
-        of_client = (cfg.local.rule, cfg.local.lr, cfg.local.momentum, cfg.local.epochs, cfg.local.clip)
+        of_client = (cfg.local.rule, cfg.local.lr, cfg.local.momentum, cfg.local.epochs, cfg.local.clip_update)
         return (*of_client, cfg.server.rule, cfg.server.lr, cfg.server.momentum)
 
     assert values("fedavg", "uga", None) == values("uga", None, None)
@@ -405,3 +407,17 @@ def test_the_knobs_of_a_rule_reach_it() -> None:
 def test_an_unknown_name_is_told_its_neighbour(changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         build(resolve(replace(Config(), **changes)))
+
+
+def test_another_algorithm_for_a_file_that_fixes_the_rules_is_refused(tmp_path: Path) -> None:
+    """The config.yaml of a run names its rules: with a new name alone it would be the old algorithm."""
+    file = tmp_path / "config.yaml"
+    file.write_text("algorithm: fedavg\nlocal:\n  rule: sgd\nserver:\n  rule: sgd\n")
+    for words in (["--algorithm", "fedyogi"], ["--algorithm=fedyogi"]):
+        with pytest.raises(UserError, match=r"fixes local.rule sgd and server.rule sgd for its own algorithm fedavg"):
+            parse(["--config", str(file), *words])
+    assert parse(["--config", str(file), "--algorithm", "fedavg"]).server.rule == "sgd"
+    rules = ["--local.rule", "sgd", "--server.rule", "yogi"]
+    assert parse([f"--config={file}", "--algorithm", "fedyogi", *rules]).server.rule == "yogi"
+    file.write_text("algorithm: fedavg\ntau: 0.3\n")
+    assert parse(["--config", str(file), "--algorithm", "fedyogi"]).algorithm == "fedyogi"

@@ -185,3 +185,14 @@ def ranks_of(agent: int) -> list[int]:
     """The process ids of the ranks that a torchrun agent started."""
     children = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
     return [int(pid) for pid in children if b"fedmpi" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def test_one_ranks_mistake_ends_all_of_mpi_at_once(tmp_path: Path, mpiexec: list[str]) -> None:
+    """A rank that left before MPI had started would be waited for in vain: a file that one node lacks, say."""
+    rank = [sys.executable, "-m", "mpi4py", *MODULE, "--comm", "mpi", *SMALL, "--out", str(tmp_path / "run")]
+    for first, second in (([], ["--tau", "2"]), (["--mask", "nowhere:mask"], [])):
+        done = launch([*mpiexec, "-n", "1", *rank, *first, ":", "-n", "1", *rank, *second], timeout=60)
+        assert done.returncode == 2, done.stderr
+        said = [line for line in done.stderr.splitlines() if line.strip()]
+        assert len(said) == 1 and said[0].startswith(f"fedmpi: rank {1 if second else 0}: "), done.stderr
+        assert not (tmp_path / "run").exists()

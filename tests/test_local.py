@@ -483,10 +483,30 @@ def test_uga_goes_back_through_a_clipped_step() -> None:
     assert delta((2.8, 2.9)) == pytest.approx([0.32, -0.24])  # the slope there is (-0.4, 0.3), across
 
 
-def test_what_uga_sends_is_clipped_once_more() -> None:
-    # as before, but the slope at (2.4, 3.2) is (2.4, 3.2), which is 4 long: 1 of it is left
+def test_what_uga_sends_is_not_clipped_with_its_steps() -> None:
+    # as before, but the slope at (2.4, 3.2) is (2.4, 3.2), which is 4 long
     job = Parabola((3.0, 4.0), [(0.0, 0.0)] * 2, epochs=2, whole=[((0.0, 0.0), 1.0)])
-    assert uga(Descent(1.0, clip=1.0))(job).delta_P.tolist() == pytest.approx([-0.6, -0.8])
+    assert uga(Descent(1.0, clip=1.0))(job).delta_P.tolist() == pytest.approx([-2.4, -3.2])
+
+
+def test_an_update_is_shortened_whatever_the_rule_and_only_if_it_is_too_long() -> None:
+    # sgd from (3, 4) to 0 with lr 1 moves by 5; uga sends the slope at the end, (2.4, 3.2), which is 4 long
+    def sent(name: str, most: float | None) -> list[float]:
+        job = Parabola((3.0, 4.0), [(0.0, 0.0)] * 2, epochs=2, whole=[((0.0, 0.0), 1.0)])
+        knobs = LocalKnobs(lr=1.0, momentum=0.0, clip=1.0 if name == "uga" else None, clip_update=most)
+        return make_local(name, knobs)(job).delta_P.tolist()
+
+    assert sent("sgd", None) == sent("sgd", 5.0) == [-3.0, -4.0]
+    assert sent("sgd", 1.0) == pytest.approx([-0.6, -0.8])
+    assert sent("uga", 1.0) == pytest.approx([-0.6, -0.8])
+    assert sent("uga", 10.0) == pytest.approx([-2.4, -3.2])
+
+
+def test_a_bound_on_the_update_leaves_the_rest_of_a_rule_as_it_is() -> None:
+    plain, held = (make_local("scaffold", LocalKnobs(clip_update=most)) for most in (None, 0.01))
+    assert (held.sends, held.keeps, held.normalised) == (plain.sends, plain.keeps, plain.normalised)
+    one, other = plain(bent()), held(bent())
+    assert torch.equal(one.keeps["control"], other.keeps["control"]) and not torch.equal(one.delta_P, other.delta_P)
 
 
 def test_uga_leaves_a_step_that_was_not_clipped_as_it_is() -> None:

@@ -171,8 +171,9 @@ def test_a_module_in_a_package(tmp_path: Path) -> None:
         ("hungry:half", "mask 'hungry:half': its module needs 'not_installed_anywhere', which is not installed"),
         ("mine:halv", "mask 'mine:halv': module 'mine' has no 'halv'; did you mean 'half'?"),
         ("mine:quantum", "mask 'mine:quantum': module 'mine' has no 'quantum'"),
-        (":half", "mask ':half' is no import path; write package.module:name"),
-        ("mine:", "mask 'mine:' is no import path; write package.module:name"),
+        (":half", "mask ':half' is no import path; write package.module:name, with dots and without .py"),
+        ("mine.py:half", "mask 'mine.py:half' is no import path; write package.module:name, with dots and without .py"),
+        ("mine:", "mask 'mine:' is no import path; write package.module:name, with dots and without .py"),
         ("mine:number", "mask 'mine:number' is int; it must be a function of the knobs"),
         (
             "mine:takes_two",
@@ -198,11 +199,11 @@ def test_a_module_in_a_package(tmp_path: Path) -> None:
         ("mine:wants_more", "mask 'mine:wants_more' raised TypeError on the votes of two clients: ..."),
         (
             "mine:whole",
-            "mask 'mine:whole' must return a float32 tensor of the shape of the votes: add .float()?",
+            "mask 'mine:whole' returned torch.int8 of shape (5,); it must be torch.float32 of the shape of the votes",
         ),
         (
             "mine:too_short",
-            "mask 'mine:too_short' must return a float32 tensor of the shape of the votes: add .float()?",
+            "mask 'mine:too_short' returned torch.float32 of shape (1,); it must be torch.float32 of the shape of ...",
         ),
         (
             "mine:too_much",
@@ -210,7 +211,10 @@ def test_a_module_in_a_package(tmp_path: Path) -> None:
             "it must keep to 0 ... 1",
         ),
         ("mine:not_a_number", "mask 'mine:not_a_number' returned [nan, nan, nan, nan, nan] for votes ..."),
-        ("gmaa", "unknown mask 'gmaa'; did you mean 'gma'? known: and, gma, mean, package.module:name, sand"),
+        (
+            "gmaa",
+            "unknown mask 'gmaa'; did you mean 'gma'? known: and, gma, mean, sand, or your own as ...",
+        ),
     ],
 )
 def test_every_mistake_is_told_in_a_sentence_and_leaves_by_2(
@@ -267,7 +271,7 @@ def test_a_server_rule_that_cannot_step_is_refused_before_anything_is_written(
 ) -> None:
     assert main(["train", *QUICK, "--out", "run", "--server.rule", "mine:limping"]) == 2
     said = capsys.readouterr().err
-    assert said == "fedmpi: server rule 'mine:limping' raised KeyError in a step on three elements: 'nothing'\n"
+    assert said == "fedmpi: server rule 'mine:limping' raised KeyError in a step on six elements: 'nothing'\n"
     assert not Path("run").exists()
 
 
@@ -346,3 +350,55 @@ def test_each_of_a_users_choices_changes_the_model() -> None:
 def test_the_default_folder_of_an_import_path_is_a_plain_name() -> None:
     assert prepare(parse([*QUICK, "--algorithm", "mine:fedmine"])).out == Path("runs/mine-fedmine-mine-half-tiny-0")
     assert prepare(parse([*QUICK, "--mask", "mine:steady"])).out == Path("runs/fedavg-mine-steady-tiny-0")
+
+
+SERVERS = """
+import torch
+from fedmpi.algorithms import Row
+from fedmpi.server import ServerRule
+
+def returns(knobs):
+    return ServerRule({}, lambda w, d, m, moments, t: w + d)
+
+def rebinds(knobs):
+    def step(w, d, m, moments, t):
+        moments["z"] = moments["z"] + d
+        w.add_(moments["z"])
+    return ServerRule({"z": 0.0}, step)
+
+def scaled(knobs):
+    def step(w, d, m, moments, t):
+        w.add_(d / d.norm())
+    return ServerRule({}, step)
+
+def not_finite(knobs):
+    def step(w, d, m, moments, t):
+        w.add_(d / 0.0)
+    return ServerRule({}, step)
+
+uphill = Row("sgd", "sgd", local_lr=-1.0)
+words = Row("sgd", "sgd", local_lr="0.1")
+nothing = Row("sgd", None)
+"""
+
+
+@pytest.mark.parametrize(
+    ("option", "sentence"),
+    [
+        ("--server.rule servers:returns", "a step changes w and its moments in place (add_, copy_), returns nothing"),
+        ("--server.rule servers:rebinds", "a step changes w and its moments in place (add_, copy_), returns nothing"),
+        ("--server.rule servers:scaled", "server rule 'servers:scaled' is not elementwise: each rank has a piece"),
+        ("--server.rule servers:not_finite", "server rule 'servers:not_finite' makes NaN or infinity of the delta"),
+        ("--algorithm servers:uphill", "algorithm 'servers:uphill': --local.lr is -1.0; it must be above 0"),
+        ("--algorithm servers:words", "algorithm 'servers:words' has local_lr = '0.1'; it must be like 0.01"),
+        ("--algorithm servers:nothing", "algorithm 'servers:nothing' has server = None; it must be like ''"),
+    ],
+)
+def test_a_rule_or_row_that_would_train_wrongly_is_refused(
+    option: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "servers.py").write_text(SERVERS)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError) as told:
+        prepare(parse(option.split()))
+    assert sentence in str(told.value)

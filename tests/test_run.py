@@ -25,7 +25,7 @@ from fedmpi import config, data
 from fedmpi.algorithms import ALGORITHMS
 from fedmpi.comm import Comm, SoloComm
 from fedmpi.comm.threads import run_threads
-from fedmpi.config import Config, Eval, Local, Meta, Skew
+from fedmpi.config import Config, Eval, Local, Meta, Server, Skew
 from fedmpi.data.splits import split
 from fedmpi.errors import RunError, UserError
 from fedmpi.memory import Memory
@@ -363,7 +363,6 @@ def test_data_that_are_not_there_or_do_not_do_leave_no_folder(
         ({"local": Local(work="ful")}, "unknown --local.work 'ful'; did you mean 'full'"),
         ({"local": Local(schedule="const")}, "unknown --local.schedule 'const'; "),
         ({"meta": Meta(weights=[0.0])}, r"--meta.weights are \[0.0\]"),
-        ({"meta": Meta(size=3)}, "--meta.size is 3 but nothing uses those samples"),
     ],
 )
 def test_what_needs_no_data_is_found_first(changes: dict[str, Any], sentence: str) -> None:
@@ -434,3 +433,16 @@ def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path: Path) -> None:
         said = job.stderr.read()
     assert job.wait(60) == 0, said
     assert said == "" and (tmp_path / "run" / "finished.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "folder"),
+    [
+        ({}, "runs/fedavg-gma-glyphs-0"),
+        ({"local": Local(rule="prox")}, "runs/fedavg-prox-gma-glyphs-0"),
+        ({"local": Local(rule="prox"), "server": Server(rule="yogi"), "seed": 3}, "runs/fedavg-prox-yogi-gma-glyphs-3"),
+        ({"algorithm": "fedprox", "local": Local(rule="prox"), "mask": "mean"}, "runs/fedprox-mean-glyphs-0"),
+    ],
+)
+def test_the_default_folder_names_the_rules_that_are_not_the_algorithms_own(changes: dict, folder: str) -> None:
+    assert prepare(Config(**changes)).out == Path(folder)

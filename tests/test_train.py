@@ -13,12 +13,12 @@ from fedmpi.cohort import draw
 from fedmpi.comm import Comm, SoloComm
 from fedmpi.comm.node import share_node
 from fedmpi.comm.threads import ThreadComm, run_threads
-from fedmpi.errors import RunError
+from fedmpi.errors import CommonError, RunError, UserError
 from fedmpi.evaluate import evaluate
 from fedmpi.local import Channel, Job, LocalResult, LocalRule, nova, scaffold, sgd
 from fedmpi.local.descent import Descent
 from fedmpi.masks import MASKS, MaskKnobs
-from fedmpi.server import RULES
+from fedmpi.server import RULES, Moments, ServerRule
 from fedmpi.tally import Tally
 from fedmpi.task import Task
 from fedmpi.train import State, begin, largest, rounds
@@ -567,7 +567,7 @@ def test_steps_that_cannot_be_averaged_leave_their_client_out(bad: float, caplog
     victim = FIRST.cids[0]
     states, reports = federate(2, algorithm("mean", local=stepping({victim: bad})), plan(rounds=1))
     assert reports[0].dropped == (victim,)
-    assert f"its steps are {bad:g}, which must lie between 0 and" in caplog.text
+    assert f"its steps are {bad}, which must be a number between 0 and" in caplog.text
     rest = list(zip(FIRST.cids, FIRST.weights, strict=True))[1:]
     mean = sum(w * (cid + 1.0) for cid, w in rest) / sum(w for _, w in rest)  # their steps are 1 each
     assert torch.allclose(states[0].model_N[:PARAMS] - tasks(2)[0].start()[0][:PARAMS], torch.tensor(mean), rtol=1e-5)
@@ -597,3 +597,62 @@ def test_the_state_says_what_a_rule_asked_for() -> None:
     assert state.memory.names == ("control",) and state.memory.length == PARAMS and len(state.memory) == 0
     bare = begin(task, algorithm(), SoloComm())
     assert bare.shared == {} and bare.memory.names == ()
+
+
+def test_a_client_whose_result_carries_a_graph_harms_nobody() -> None:
+    """Without that, one such delta would make the task's memory part of a graph, and every later client fail."""
+    good, calls = sgd(0.05, 0.9), []
+
+    def run(job: Job) -> LocalResult:
+        result = good(job)
+        calls.append(job)
+        if len(calls) > 1:
+            return result
+        with torch.enable_grad():
+            return LocalResult(result.delta_P.clone().requires_grad_() * 1.0)
+
+    states, reports = federate(1, algorithm(local=LocalRule(run)))
+    alone, _ = federate(1, algorithm())
+    assert not reports[0].dropped and bits(states[0].model_N) == bits(alone[0].model_N)
+
+
+def test_a_rule_that_leaves_by_sys_exit_leaves_its_client_out(caplog: pytest.LogCaptureFixture) -> None:
+    victim = draw(11, 1, tasks(1)[0].partition.sizes, 5, 1).cids[1]
+    good = sgd(0.05, 0.9)
+
+    def run(job: Job) -> LocalResult:
+        if job.cid == victim and job.round == 1:  # type: ignore[attr-defined]
+            raise SystemExit(0)
+        return good(job)
+
+    with caplog.at_level(logging.WARNING, logger="fedmpi"):
+        _, reports = federate(1, algorithm(local=LocalRule(run)), plan(rounds=1))
+    assert reports[0].dropped == (victim,) and "its training raised" in caplog.text
+
+
+@pytest.mark.parametrize("where", ["start_P", "shared", "memory"])
+def test_a_rule_that_writes_to_what_all_clients_share_ends_the_run(where: str) -> None:
+    good = scaffold(Descent(0.05))
+
+    def run(job: Job) -> LocalResult:
+        result = good(job)
+        (job.start_P if where == "start_P" else getattr(job, where)["control"]).add_(0.001)
+        return result
+
+    with pytest.raises(RunError, match="its rule wrote to job.start_P, job.shared or job.memory"):
+        federate(1, algorithm(local=LocalRule(run, good.sends, good.keeps)))
+
+
+def test_a_model_that_is_not_finite_any_more_is_told_on_every_rank() -> None:
+    for size in (1, 3):
+        with pytest.raises(CommonError, match=r"round 1: mask and server's step left the model with NaN or infinity"):
+            federate(size, algorithm("mean", lr=1e39))
+
+
+def test_a_users_error_in_a_round_is_the_runs_and_not_taken_for_everybodys() -> None:
+    def step(w: torch.Tensor, d: torch.Tensor, m: torch.Tensor, moments: Moments, t: int) -> None:
+        raise UserError("my slice is too large")
+
+    algo = replace(algorithm(), server=ServerRule({}, step))
+    with pytest.raises(RunError, match="round 1: my slice is too large"):
+        federate(1, algo)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from fedmpi.data import Partition
 from fedmpi.local import Descent, uga
-from fedmpi.local.descent import clipping, whole_gradient
+from fedmpi.local.descent import whole_gradient
 from fedmpi.local.uga import Trace
 from fedmpi.models.lenet import LeNet
 from fedmpi.task import ModelJob, Task
@@ -91,7 +91,7 @@ def job_at(task: Task, start_N: Tensor, ints: Tensor, work: Work = WORK) -> Mode
 
 
 def gradient(descent: Descent, job: ModelJob, trace_bytes: int = 1 << 30) -> Tensor:
-    """What `uga` sends, but for the sign and before it is clipped once more."""
+    """What `uga` sends, but for the sign."""
     trace = Trace(descent, job, trace_bytes)
     trace.forward()
     a_P = whole_gradient(job, job.x_P, counted=True)
@@ -177,15 +177,13 @@ def test_the_gradient_is_that_of_one_graph_through_all_steps(make: Callable[[], 
     assert torch.allclose(found_P, expected_P, rtol=1e-10, atol=1e-10) and float(expected_P.norm()) > 1e-2
 
 
-@pytest.mark.parametrize("clip", [None, 0.05, 50.0])
-def test_what_is_sent_is_the_gradient_downhill_no_longer_than_the_clip(clip: float | None) -> None:
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_what_is_sent_is_the_gradient_downhill_as_long_as_it_is(clip: float | None) -> None:
     descent = Descent(0.1, 0.5, clip=clip)
     task = small(smooth_model)
     start = task.start()
     expected_P = unrolled(task, *start, descent)
-    if clip is not None:
-        expected_P = expected_P * clipping(expected_P, clip)
-        assert (float(expected_P.norm()) == pytest.approx(clip)) == (clip == 0.05)
+    assert float(expected_P.norm()) > 0.05
     job = job_at(task, *start)
     assert torch.allclose(uga(descent)(job).delta_P, -expected_P, rtol=1e-10, atol=1e-10)
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import torch
 
 from ..env import Place
-from ..errors import unknown
+from ..errors import AgreedError, UserError, unknown
 from .base import Comm, Rows, agreed
 from .node import share_node
 from .solo import SoloComm
 
-__all__ = ["Comm", "Rows", "SoloComm", "agreed", "connect", "pick", "share_node"]
+__all__ = ["Comm", "Rows", "SoloComm", "agree_early", "agreed", "connect", "pick", "share_node"]
 
 TRANSPORTS = ("auto", "torch", "mpi")
+EARLY_SECONDS = 120.0  # for reading a command line, and the modules that it names
+
+T = TypeVar("T")
 
 
 def pick(which: str, place: Place) -> str:
@@ -26,6 +30,25 @@ def pick(which: str, place: Place) -> str:
     if place.size == 1:
         return "solo"
     return "mpi" if which == "auto" and place.launcher == "mpi" else "torch"
+
+
+def agree_early(place: Place, find: Callable[[], T]) -> T:
+    """What `find` returns, before the ranks are connected. Under an MPI launcher one rank's mistake becomes that of
+    all: a rank that left without having started MPI would be waited for in vain."""
+    if place.launcher != "mpi" or place.size == 1:
+        return find()
+    from .mpi import MpiComm, import_world
+
+    comm = MpiComm(import_world(place), EARLY_SECONDS, ends_mpi=True)
+    try:
+        with agreed(comm):
+            found = find()
+    except UserError as error:
+        comm.close()
+        raise AgreedError(str(error)) from None
+    comm.ends_mpi = False
+    comm.close()
+    return found
 
 
 def connect(which: str, place: Place, device: torch.device, timeout: float, environ: Mapping[str, str]) -> Comm:

@@ -8,9 +8,10 @@ it can be tested on a parabola. To add one, write a file here and give it a row 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from ..plugins import find, refuse
-from .descent import Descent, whole_gradient
+from .descent import Descent, clipping, whole_gradient
 from .fedgma2021 import fedgma2021
 from .job import Channel, Job, LocalKnobs, LocalResult, LocalRule
 from .nova import nova
@@ -52,4 +53,15 @@ def make_local(name: str, knobs: LocalKnobs) -> LocalRule:
     rule = find("local rule", name, RULES, knobs)
     if not callable(rule):
         raise refuse("local rule", name, rule, "a LocalRule, or a function of a job")
-    return rule if isinstance(rule, LocalRule) else LocalRule(rule)
+    rule = rule if isinstance(rule, LocalRule) else LocalRule(rule)
+    return rule if knobs.clip_update is None else bounded(rule, knobs.clip_update)
+
+
+def bounded(rule: LocalRule, most: float) -> LocalRule:
+    """The same rule, but that a delta longer than `most` is shortened to it."""
+
+    def run(job: Job) -> LocalResult:
+        result = rule(job)
+        return replace(result, delta_P=result.delta_P * clipping(result.delta_P, most))
+
+    return replace(rule, run=run)

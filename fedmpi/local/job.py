@@ -94,6 +94,14 @@ class LocalRule:
     """whether deltas come divided by `steps`: then the server multiplies by the weighted mean of them"""
 
     def __post_init__(self) -> None:
+        kinds = [(self.sends, Channel), (self.keeps, str)]
+        if not callable(self.run) or not all(
+            isinstance(t, tuple) and all(isinstance(v, k) for v in t) for t, k in kinds
+        ):
+            raise UserError(
+                "a LocalRule is made of a function of a job, a tuple of Channels that it sends and a tuple of names "
+                "that it keeps; a tuple of one is written with a comma: (Channel('c'),)"
+            )
         names = [channel.name for channel in self.sends]
         if len(set(names)) < len(names) or len(set(self.keeps)) < len(self.keeps):
             raise UserError(f"a local rule sends {names} and keeps {list(self.keeps)}; no name may stand there twice")
@@ -110,6 +118,7 @@ class LocalKnobs:
     momentum: float = 0.9
     weight_decay: float = 0.0
     clip: float | None = None
+    clip_update: float | None = None
     mu: float = 0.01
     option: str = "II"
     gradient: str = "last"

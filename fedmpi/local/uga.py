@@ -17,8 +17,8 @@ dL/dx' and b = dL/dv' of what comes after:
 where H u is a product with the second derivative of that batch's loss at x, by a graph of one step alone
 (`Job.linearise`). So memory does not grow with the steps but for the points x themselves, and of those only every s-th
 is kept where they are many; the others are computed again on the way back. The paper's steps are plain gradient
-descent; momentum and decay are followed exactly where they are asked for. So is clipping, and what is sent is clipped
-once more: a product of many steps' derivatives can be very long where the loss is sharply curved.
+descent; momentum, decay and clipping are followed exactly where they are asked for. The gradient that comes out can be
+very long where the loss is sharply curved, as a product of many steps' derivatives: `--local.clip_update` bounds it.
 """
 
 from __future__ import annotations
@@ -44,8 +44,6 @@ def uga(descent: Descent, trace_bytes: int = TRACE_BYTES) -> LocalRule:
         a_P = whole_gradient(job, job.x_P, counted=True)  # the last epoch
         with job.aside():
             gradient_P = trace.backward(a_P)
-        if descent.clip is not None:
-            gradient_P.mul_(clipping(gradient_P, descent.clip))
         return LocalResult(torch.neg(gradient_P, out=job.delta_P))
 
     return LocalRule(run)
