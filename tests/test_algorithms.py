@@ -49,7 +49,7 @@ from fedmpi.work import Work, make_share
 
 CLIENTS = (Client((1, 2), (3, 0), 4), Client((2, 1), (2, 2), 3), Client((1, 1), (5, -3), 1))
 START = (1.0, 1.0)
-PLAIN = Local(lr=0.25, momentum=0.0, clip_update=0.0, batch=4)  # an epoch is one step for each, of any length
+PLAIN = Local(lr=0.25, momentum=0.0, batch=4)  # an epoch is one step for each, of any length
 TWO_STEPS = replace(PLAIN, steps=2)
 
 
@@ -385,11 +385,10 @@ def test_uga_with_momentum_by_hand() -> None:
     assert end.w == near(1 + 99 / 512, 1 - 3 / 128)
 
 
-def test_uga_with_the_tables_bound_on_what_is_sent_by_hand() -> None:
+def test_uga_with_a_bound_on_what_is_sent_by_hand() -> None:
     # One client at (3, 1) with a = (1, 1). E = 2: gradient (-2, 0), x = (3/2, 1), gradient there (-3/2, 0), and on the
     # way back 3/4 of it: (-9/8, 0). Of that 1 is left.
-    own = replace(PLAIN, clip=None, clip_update=None)
-    end = hand("uga", own, cohort=1, clients=(Client((1, 1), (3, 1), 4),), server=HALF)
+    end = hand("uga", replace(PLAIN, clip_update=1.0), cohort=1, clients=(Client((1, 1), (3, 1), 4),), server=HALF)
     assert end.w == near(1.5, 1)
 
 
@@ -479,7 +478,7 @@ def model_of(*args: Any, **kwargs: Any) -> Tensor:
     return train_on(2, *args, **kwargs)[0][0].model_N
 
 
-LOCAL = Local(lr=0.02, clip_update=0.0, batch=4, epochs=2)
+LOCAL = Local(lr=0.02, batch=4, epochs=2)
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -516,7 +515,7 @@ def test_fedavgm_without_momentum_is_fedavg_in_bits(mask: str) -> None:
 
 
 def test_uga_with_one_epoch_is_one_full_batch_step_of_fedavg_up_to_rounding() -> None:
-    whole = Local(lr=0.3, clip_update=0.0, epochs=1, batch=64, momentum=0.0)
+    whole = Local(lr=0.3, epochs=1, batch=64, momentum=0.0)
     uga_states, told = train_on(2, ask("uga", "mean", 3, local=replace(whole, lr=0.05), server=Server(lr=0.3)))
     avg_states, also = train_on(2, ask("fedavg", "mean", 3, local=whole))
     assert torch.allclose(uga_states[0].model_N, avg_states[0].model_N, atol=1e-5)
@@ -525,7 +524,7 @@ def test_uga_with_one_epoch_is_one_full_batch_step_of_fedavg_up_to_rounding() ->
 
 
 def test_uga_is_torchs_derivative_through_the_steps_of_a_real_model_up_to_rounding() -> None:
-    asked = ask("uga", local=Local(lr=0.05, clip_update=0.0, batch=4, epochs=3, momentum=0.5))
+    asked = ask("uga", local=Local(lr=0.05, batch=4, epochs=3, momentum=0.5))
     task, twin = task_of(asked), task_of(asked)
     start_N, ints = task.start()
     job = task.job(start_N, ints, 1, 4, asked.work)

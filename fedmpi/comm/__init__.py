@@ -32,10 +32,10 @@ def pick(which: str, place: Place) -> str:
     return "mpi" if which == "auto" and place.launcher == "mpi" else "torch"
 
 
-def agree_early(place: Place, find: Callable[[], T]) -> T:
-    """What `find` returns, before the ranks are connected. Under an MPI launcher one rank's mistake becomes that of
-    all: a rank that left without having started MPI would be waited for in vain."""
-    if place.launcher != "mpi" or place.size == 1:
+def agree_early(place: Place, over_mpi: bool, find: Callable[[], T]) -> T:
+    """What `find` returns, before the ranks are connected. Where they will be over MPI, one rank's mistake becomes that
+    of all: a rank that left without having started MPI would be waited for in vain."""
+    if not over_mpi or place.size == 1:
         return find()
     from .mpi import MpiComm, import_world
 
