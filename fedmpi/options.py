@@ -105,11 +105,23 @@ def find_file(name: str) -> Path:
 def check_file(path: Path) -> None:
     """Refuse a YAML file that cannot be read or that names what is no knob; values are left to the parser."""
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=OnceLoader)  # a SafeLoader
     except (OSError, ValueError, yaml.YAMLError) as error:
         why = " ".join(str(error).split())
         raise UserError(f"--config {path} cannot be read as YAML ({why}); correct it or give another file") from None
     check_keys(f"--config {path}", tree, knobs(Config()))
+
+
+class OnceLoader(yaml.SafeLoader):
+    """A safe loader that refuses a key that stands twice: the first would be lost without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        twice = next((key for key in keys if keys.count(key) > 1), None)
+        if twice is not None:
+            raise yaml.YAMLError(f"'{twice}' stands there twice")
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        return mapping
 
 
 def check_keys(where: str, tree: Any, known: dict[str, Any], prefix: str = "") -> None:
@@ -122,6 +134,8 @@ def check_keys(where: str, tree: Any, known: dict[str, Any], prefix: str = "") -
         name = f"{prefix}{key}"
         if name not in known:
             raise UserError(unknown_option(name, known, where=f" in {where}"))
+        if "." in str(key) and str(key).partition(".")[0] in tree:
+            raise UserError(f"'{key}' in {where} stands beside its group '{key.partition('.')[0]}'; write it in there")
         if dataclasses.is_dataclass(known[name]):
             check_keys(where, value, known, f"{name}.")
 

@@ -259,10 +259,10 @@ def train_clients(
     position of each client that delivered.
     """
     counts = torch.zeros(3 + len(cohort.cids), dtype=torch.int64)
-    ints = state.ints
+    ints, told = state.ints, set[str]()
     for i in cohort.at(rank):
         weight, cid = cohort.weights[i], cohort.cids[i]
-        trained = train_client(state, plan, rule, task, cid, ledger)
+        trained = train_client(state, plan, rule, task, cid, ledger, told)
         if trained is None:
             continue
         ledger.add(trained, weight)
@@ -275,10 +275,13 @@ def train_clients(
     return counts, ints
 
 
-def train_client(state: State, plan: Plan, rule: LocalRule, task: Task, cid: int, ledger: Ledger) -> Trained | None:
+def train_client(
+    state: State, plan: Plan, rule: LocalRule, task: Task, cid: int, ledger: Ledger, told: set[str]
+) -> Trained | None:
     """What one client brings back, or None, with the reason in the log, where that cannot be used.
 
-    What a client's training raises (out of memory, an error in a user's rule or model) must not end the run of all.
+    What a client's training raises (out of memory, an error in a user's rule or model) must not end the run of all; an
+    error that was `told` with its traceback is told in a line.
     """
     number, memory = state.round + 1, state.memory.read(cid)
     readable = (state.model_N, *state.shared.values(), *memory.values())
@@ -291,8 +294,10 @@ def train_client(state: State, plan: Plan, rule: LocalRule, task: Task, cid: int
     except Unusable as why:
         log.warning("round %d: client %d left out: %s", number, cid, why)
         trained = None
-    except (Exception, SystemExit):
-        log.exception("round %d: client %d left out: its training raised", number, cid)
+    except (Exception, SystemExit) as error:
+        what = repr(error)
+        log.error("round %d: client %d left out: its training raised %s", number, cid, what, exc_info=what not in told)
+        told.add(what)
         trained = None
     if [vector._version for vector in readable] != before:
         raise RunError(

@@ -419,3 +419,25 @@ def test_another_algorithm_for_a_file_that_fixes_the_rules_is_refused(tmp_path: 
     assert parse([f"--config={file}", "--algorithm", "fedyogi", *rules]).server.rule == "yogi"
     file.write_text("algorithm: fedavg\ntau: 0.3\n")
     assert parse(["--config", str(file), "--algorithm", "fedyogi"]).algorithm == "fedyogi"
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("mask: mean\nmask: and\n", "cannot be read as YAML ('mask' stands there twice); correct it"),
+        ("local:\n  lr: 1\nlocal:\n  steps: 3\n", "cannot be read as YAML ('local' stands there twice)"),
+        ("local.steps: 1\nlocal:\n  epochs: 3\n", "stands beside its group 'local'; write it in there"),
+    ],
+)
+def test_a_file_of_which_a_line_would_be_lost_is_refused(text: str, sentence: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError) as told:
+        parse(["--config", str(file)])
+    assert sentence in str(told.value)
+
+
+def test_a_dotted_key_alone_is_taken(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("local.steps: 7\n")
+    assert parse(["--config", str(file)]).local.steps == 7

@@ -656,3 +656,13 @@ def test_a_users_error_in_a_round_is_the_runs_and_not_taken_for_everybodys() -> 
     algo = replace(algorithm(), server=ServerRule({}, step))
     with pytest.raises(RunError, match="round 1: my slice is too large"):
         federate(1, algo)
+
+
+def test_the_same_error_of_many_clients_has_one_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    def run(job: Job) -> LocalResult:
+        raise TypeError("as a test")
+
+    with caplog.at_level(logging.WARNING, logger="fedmpi"), pytest.raises(CommonError, match="0 of 5 clients"):
+        federate(1, algorithm(local=LocalRule(run)))
+    assert caplog.text.count("its training raised TypeError('as a test')") == 5
+    assert caplog.text.count("Traceback") == 1
