@@ -64,6 +64,11 @@ class Memory:
         self.rows |= self.staged
         self.staged = {}
 
+    def discard(self) -> None:
+        """Forget what was staged, by a round that failed."""
+        self.spare += self.staged.values()
+        self.staged = {}
+
     def _by_name(self, row: Tensor) -> dict[str, Tensor]:
         return dict(zip(self.names, row.view(len(self.names), -1).unbind(0), strict=True)) if self.names else {}
 

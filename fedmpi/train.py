@@ -229,6 +229,7 @@ def run_round(
     at_home = bool(algorithm.local.keeps)
     cohort = draw(plan.seed, number, task.partition.sizes, plan.cohort, comm.size, plan.work, at_home)
     ledger.clear(cohort)
+    state.memory.discard()
     with clock("local"):
         counts, ints = train_clients(state, plan, algorithm.local, task, comm.rank, cohort, ledger)
     with clock("wait"):

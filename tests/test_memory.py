@@ -145,6 +145,9 @@ def test_a_round_that_fails_leaves_what_clients_kept_as_it_was() -> None:
     with pytest.raises(RunError, match="4 of 5 clients delivered"):
         federate(1, algo, plan(min_clients=5), plain_model, memory=lambda: memory)
     assert len(memory) == 0 and len(memory.staged) == 4
+    memory.discard()
+    memory.commit()
+    assert len(memory) == 0 and len(memory.spare) == 4
 
 
 def test_files_hold_no_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
