@@ -31,10 +31,11 @@ from fedmpi.algorithms import Algorithm
 from fedmpi.comm import Comm, connect, share_node
 from fedmpi.env import find_place
 from fedmpi.flat import Layout
+from fedmpi.ledger import Ledger
 from fedmpi.local import sgd
 from fedmpi.masks import MASKS, make_mask
 from fedmpi.server import ServerKnobs, make_server
-from fedmpi.train import Clock, Delivery, Ledger, State, move_model
+from fedmpi.train import Clock, Delivery, State, move_model
 
 CASES = {"float32": ("float32", 5), "float32, one client a rank": ("float32", 1), "exact": ("exact", 5)}
 

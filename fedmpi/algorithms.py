@@ -170,8 +170,6 @@ def resolve(cfg: Config) -> Config:
 def build(cfg: Config) -> Algorithm:
     """The algorithm of a resolved configuration; an unknown name is a `UserError` with the nearest match."""
     assert cfg.mask is not None and cfg.tau is not None, "resolve the configuration first"
-    if (cfg.mask, cfg.tau) == ("sand", 1):
-        raise UserError("--tau is 1, with which the mask sand keeps nothing; it must be below 1")
     return Algorithm(
         build_local(cfg.local, cfg.rounds),
         make_mask(cfg.mask, cfg.tau, cfg.sharpness),

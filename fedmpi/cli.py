@@ -72,8 +72,8 @@ def train(arguments: list[str]) -> int:
     place = find_place(os.environ)
     set_up(place.rank, place.size)
     try:
-        over_mpi = place.launcher == "mpi" or {"mpi", "--comm=mpi"} & set(arguments)
-        prepared = agree_early(place, bool(over_mpi), lambda: prepare(parse(arguments)))
+        asked = "--comm=mpi" in arguments or ("--comm", "mpi") in zip(arguments, arguments[1:], strict=False)
+        prepared = agree_early(place, asked or place.launcher == "mpi", lambda: prepare(parse(arguments)))
         cfg = prepared.cfg
         torch.set_num_threads(threads_per_rank(place, cfg.threads, available_cores()))
         device = torch.device(choose_device(place, cfg.device, torch.cuda.device_count()))

@@ -11,6 +11,8 @@ import numpy as np
 from .seeds import generator
 from .work import Work
 
+A_STEP_A_SAMPLE = Work(batch=1)
+
 
 @dataclass(frozen=True)
 class Cohort:
@@ -41,17 +43,14 @@ def draw(
     sizes: np.ndarray,
     count: int,
     ranks: int,
-    work: Work | None = None,
+    work: Work = A_STEP_A_SAMPLE,
     at_home: bool = False,
 ) -> Cohort:
-    """`count` clients without replacement, placed by what they have to do (their steps, or else their samples), or
-    each on its home rank."""
+    """`count` clients without replacement, placed by the steps they have to take, or each on its home rank."""
     cids = np.sort(generator(seed, "cohort", round).choice(len(sizes), count, replace=False, shuffle=False)).tolist()
     weights = sizes[cids].tolist()
     if at_home:
         placed = tuple(home(cid, ranks) for cid in cids)
-    elif work is None:
-        placed = place(weights, ranks)
     else:
         placed = place([work.count(seed, round, c, w) for c, w in zip(cids, weights, strict=True)], ranks)
     return Cohort(tuple(cids), tuple(weights), placed)

@@ -100,6 +100,8 @@ def sand(tau: float, sharpness: float) -> Mask:
     element: for deltas of 1e-3 it is 1e-6 and the mask a hard one. Relative to the mean square it has no unit. Nor is
     the mask scaled up to mean 1 here.
     """
+    if tau >= 1:
+        raise UserError(f"--tau is {tau:g}, with which the mask sand keeps nothing; it must be below 1")
 
     def mask(votes_S: Tensor, clients: int, mean_S: Tensor, square_S: Tensor) -> Tensor:
         r_S = (square_S - mean_S.square()).div_(square_S.clamp_min(TINY)).clamp_min_(TINY)  # below 0 by rounding only

@@ -105,23 +105,25 @@ def find_file(name: str) -> Path:
 def check_file(path: Path) -> None:
     """Refuse a YAML file that cannot be read or that names what is no knob; values are left to the parser."""
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=OnceLoader)  # a SafeLoader
+        text = path.read_text(encoding="utf-8")
+        refuse_twice(yaml.compose(text, Loader=yaml.SafeLoader))
+        tree = yaml.safe_load(text)
     except (OSError, ValueError, yaml.YAMLError) as error:
         why = " ".join(str(error).split())
         raise UserError(f"--config {path} cannot be read as YAML ({why}); correct it or give another file") from None
     check_keys(f"--config {path}", tree, knobs(Config()))
 
 
-class OnceLoader(yaml.SafeLoader):
-    """A safe loader that refuses a key that stands twice: the first would be lost without a word."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        twice = next((key for key in keys if keys.count(key) > 1), None)
-        if twice is not None:
-            raise yaml.YAMLError(f"'{twice}' stands there twice")
-        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
-        return mapping
+def refuse_twice(node: yaml.Node | None) -> None:
+    """Refuse a key that stands twice in one group: the first would be lost without a word."""
+    if not isinstance(node, yaml.MappingNode):
+        return
+    keys = [key.value for key, _ in node.value]
+    twice = next((key for key in keys if keys.count(key) > 1), None)
+    if twice is not None:
+        raise yaml.YAMLError(f"'{twice}' stands there twice")
+    for _, value in node.value:
+        refuse_twice(value)
 
 
 def check_keys(where: str, tree: Any, known: dict[str, Any], prefix: str = "") -> None:

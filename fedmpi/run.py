@@ -39,6 +39,7 @@ from .log import Log, sink_names
 from .memory import Memory
 from .models import ModelRow, find_model
 from .seeds import torch_seed
+from .server import VARIED
 from .tally import SUMS
 from .task import Task
 from .train import Plan, Report, State, begin, rounds
@@ -285,7 +286,7 @@ def scheduled(schedule: str) -> str:
 
 def header(cfg: Config, task: Task, comm: Comm) -> str:
     """What is about to run, in two lines."""
-    variant = f", variant {cfg.server.variant}" if cfg.server.rule in ("adam", "yogi", "adagrad") else ""
+    variant = f", variant {cfg.server.variant}" if cfg.server.rule in VARIED else ""
     tau = "" if cfg.mask == "mean" else f" (tau {cfg.tau:g})"
     held = f"; {cfg.meta.size} samples held out" if cfg.meta.size else ""
     uses = [f"meta step lr {cfg.meta.lr:g}"] * bool(cfg.meta.lr) + ["a copy for every client"] * bool(cfg.meta.share)
@@ -295,7 +296,7 @@ def header(cfg: Config, task: Task, comm: Comm) -> str:
     client = f"client {cfg.local.rule} lr {cfg.local.lr:g}{scheduled(cfg.local.schedule)}"
     client += "" if cfg.local.work == "full" else f", work {cfg.local.work}"
     server = f"server {cfg.server.rule} lr {cfg.server.lr:g}{scheduled(cfg.server.schedule)}{variant}"
-    server += f", momentum {cfg.server.momentum:g}" if cfg.server.momentum and cfg.server.rule == "sgd" else ""
+    server += f", momentum {cfg.server.momentum:g}" if cfg.server.momentum and not variant else ""
     return (
         f"{cfg.algorithm} with mask {cfg.mask}{tau}: {client}, {server}; "
         f"{cfg.model}, {task.layout.params:,} parameters\n"

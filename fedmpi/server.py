@@ -69,6 +69,9 @@ VARIANTS = {
 }
 
 
+VARIED = ("adam", "yogi", "adagrad")  # the rules that have variants
+
+
 def sgd(knobs: ServerKnobs) -> ServerRule:
     """FedAvg: w += lr * m * d. With momentum (FedAvgM): z = momentum * z + d and w += lr * m * z."""
 

@@ -19,7 +19,8 @@ from fedmpi.cli import main
 from fedmpi.comm import SoloComm
 from fedmpi.config import Config, Local, Server
 from fedmpi.data import DATASETS, SPLITS
-from fedmpi.errors import UserError
+from fedmpi.env import Place
+from fedmpi.errors import AgreedError, UserError
 from fedmpi.masks import MASKS
 from fedmpi.models import MODELS
 from fedmpi.options import knobs, parse
@@ -479,3 +480,18 @@ def test_a_recipe_that_is_wrong_is_refused_too(recipe: Path) -> None:
     recipe.write_text("algoritm: fedavg\n")
     with pytest.raises(UserError, match="unknown option 'algoritm' in --config .*small-yogi.yaml; did you mean"):
         parse(["--config", "small-yogi"])
+
+
+def test_a_folder_of_the_name_of_a_transport_asks_for_no_transport(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under torchrun `--out mpi` is a folder; only `--comm mpi` lets ranks agree over MPI before they are connected."""
+    asked: list[bool] = []
+
+    def look(place: Place, over_mpi: bool, find: object) -> None:
+        asked.append(over_mpi)
+        raise AgreedError("as a test")
+
+    monkeypatch.setattr("fedmpi.env.find_place", lambda environ: Place("torchrun", 0, 2, 0, 2))
+    monkeypatch.setattr("fedmpi.comm.agree_early", look)
+    for words in (["--out", "mpi"], ["--comm", "torch", "--out=mpi"], ["--comm", "mpi"], ["--comm=mpi"]):
+        assert main(["train", *words]) == 2
+    assert asked == [False, False, True, True]

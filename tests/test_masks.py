@@ -143,30 +143,28 @@ def given_moments(
         ([0.7, 0.7, 0.7], {}, 1.0),  # no variance
         ([0.1] * 7, {"tau": 0.99}, 1.0),
         ([-0.3], {}, 1.0),  # one client agrees with itself
-        ([-0.3], {"tau": 1.0}, 0.0),  # nothing lies above 1
     ],
 )
 def test_sand_by_hand(deltas: list[float], changes: dict[str, object], want: float) -> None:
     assert sand(deltas, **changes) == pytest.approx(want, abs=1e-6)  # type: ignore[arg-type]
 
 
-@given(st.integers(1, 300), st.data())
+@given(st.integers(2, 300), st.data())
 def test_sand_is_nothing_at_tau_and_everything_just_above_it_where_all_moved_alike(
     clients: int, data: st.DataObject
 ) -> None:
     """The smallest rounding error in A - tau would be divided by no variance at all, and be 1."""
-    votes = data.draw(st.integers(1, clients))
+    votes = data.draw(st.integers(1, clients - 1))
     tau = votes / clients
     assert given_moments(votes, clients, 0.5, 0.25, tau) == 0.0
     assert given_moments(-votes, clients, 0.5, 0.25, tau) == 0.0
-    if votes < clients:
-        assert given_moments(votes + 1, clients, 0.5, 0.25, tau) == 1.0
+    assert given_moments(votes + 1, clients, 0.5, 0.25, tau) == 1.0
 
 
 SIZES = st.floats(2.0**-8, 2.0**8, width=32)
 
 
-@given(st.integers(1, 127), st.floats(0, 1), st.floats(0.01, 100), st.floats(-1, 1, width=32))
+@given(st.integers(1, 127), st.floats(0, 1, exclude_max=True), st.floats(0.01, 100), st.floats(-1, 1, width=32))
 def test_sand_grows_with_agreement_and_lies_between_none_and_all(
     clients: int, tau: float, sharpness: float, mean: float
 ) -> None:

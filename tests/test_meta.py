@@ -23,11 +23,12 @@ from fedmpi.comm.threads import run_threads
 from fedmpi.config import Config, Local, Meta
 from fedmpi.data import Partition
 from fedmpi.errors import CommonError, UserError
+from fedmpi.ledger import Ledger
 from fedmpi.local import LocalResult, LocalRule
 from fedmpi.models import find_model
 from fedmpi.run import load_data, prepare
 from fedmpi.task import Task
-from fedmpi.train import Ledger, begin, take_meta_step
+from fedmpi.train import begin, take_meta_step
 
 META = np.random.default_rng(1).choice(sum(SIZES), 23, replace=False)
 
