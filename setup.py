@@ -47,6 +47,7 @@ setup(
         "tensorboard",
         "tqdm",
         "matplotlib",
+        "Pillow",
         "PyYAML",
     ],
     extras_require={"test": TEST, "dev": DEV},

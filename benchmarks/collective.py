@@ -34,8 +34,8 @@ from fedmpi.flat import Layout
 from fedmpi.ledger import Ledger
 from fedmpi.local import sgd
 from fedmpi.masks import MASKS, make_mask
+from fedmpi.rounds import Clock, Delivery, State, move_model
 from fedmpi.server import ServerKnobs, make_server
-from fedmpi.train import Clock, Delivery, State, move_model
 
 CASES = {"float32": ("float32", 5), "float32, one client a rank": ("float32", 1), "exact": ("exact", 5)}
 

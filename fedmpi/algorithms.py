@@ -92,7 +92,11 @@ def find_row(name: str) -> Row:
         if name not in ALGORITHMS:
             raise unknown("algorithm", name, ALGORITHMS, own=True)
         return ALGORITHMS[name]
-    row = import_path("algorithm", name)
+    return check_row(name, import_path("algorithm", name))
+
+
+def check_row(name: str, row: object) -> Row:
+    """The row, refused unless it is one and its values are of the right kinds."""
     if not isinstance(row, Row):
         raise UserError(f"algorithm '{name}' is {type(row).__name__}; it must be a fedmpi.algorithms.Row")
     for field in fields(Row):
@@ -128,9 +132,9 @@ def first(fits: Callable[[Row], bool]) -> Row | None:
     return next((row for row in ALGORITHMS.values() if fits(row)), None)
 
 
-def resolve(cfg: Config) -> Config:
-    """The configuration with every knob that was left to the algorithm filled in from its row."""
-    row = find_row(cfg.algorithm)
+def resolve(cfg: Config, row: Row | None = None) -> Config:
+    """The configuration with every knob that was left to the algorithm filled in from a row, else from its own."""
+    row = check_row(cfg.algorithm, row) if row is not None else find_row(cfg.algorithm)
 
     def given(value: T | None, otherwise: T) -> T:
         return otherwise if value is None else value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
 from pathlib import Path
@@ -49,9 +50,11 @@ def row(folder: Path) -> tuple[str, ...]:
 
 def cells(folder: Path, cfg: dict[str, Any], rounds: list[dict[str, Any]]) -> tuple[str, ...]:
     """What a run was and how well it did, in the order of `COLUMNS`."""
-    tested = [r for r in rounds if r["test_accuracy"] is not None]
-    best = max((r["test_accuracy"] for r in tested), default=None)
-    last = tested[-1] if tested else {"test_accuracy": None, "test_loss": None}
+    metric = next((key for r in rounds for key in r if key.startswith("test_") and key != "test_loss"), "test_accuracy")
+    tested = [r for r in rounds if r[metric] is not None]
+    best = (max if rises(folder, metric) else min)((r[metric] for r in tested), default=None)
+    last = tested[-1] if tested else {metric: None, "test_loss": None}
+    unit = "" if metric == "test_accuracy" else f" {metric.removeprefix('test_')}"
     mask = cfg["mask"] if cfg["mask"] == "mean" else f"{cfg['mask']} {cfg['tau']:g}"
     middle = statistics.median(sum(r["seconds"].values()) for r in rounds) if rounds else None
     return (
@@ -59,8 +62,8 @@ def cells(folder: Path, cfg: dict[str, Any], rounds: list[dict[str, Any]]) -> tu
         cfg["algorithm"],
         mask,
         f"{len(rounds)}/{cfg['rounds']}",
-        number(best, ".4f"),
-        number(last["test_accuracy"], ".4f"),
+        number(best, ".4f") + unit,
+        number(last[metric], ".4f") + unit,
         number(last["test_loss"], ".4f"),
         number(mean(rounds, "kept"), ".3f"),
         number(mean(rounds, "agreement"), ".3f"),
@@ -81,6 +84,13 @@ def read(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
             f"'{folder}' is no run folder that can be read ({why}); give the --out of a training run"
         ) from None
     return cfg, rounds
+
+
+def rises(folder: Path, metric: str) -> bool:
+    """Whether more of a run's metric is better, as its partition.json says."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return bool(json.loads((folder / "partition.json").read_text(encoding="utf-8"))["objective"]["rises"])
+    return metric == "test_accuracy"
 
 
 def mean(rounds: list[dict[str, Any]], key: str) -> float | None:

@@ -88,14 +88,16 @@ class Server:
 class Skew:
     """How the clients' data differ, for the split that reads it."""
 
-    classes: int = knob(2, low=1)
-    """classes a client (split classes)"""
+    classes: int | None = knob(None, low=1)
+    """classes a client (splits classes and mixed); null: 10 for cifar100, 20 for tinyimagenet, 2 for others"""
     noise: float = knob(0.0, low=0, high=1, open_high=True)
-    """share of a client's samples from other classes (split classes)"""
+    """share of a client's samples from other classes (splits classes and mixed)"""
     alpha: float = knob(0.1, low=0, open_low=True)
     """concentration of the labels (split dirichlet): small is heterogeneous"""
     beta: float = knob(0.5, low=0, open_low=True)
     """concentration of the sizes (split quantity)"""
+    owners: str = "choose"
+    """fewer clients than writers or roles (split natural): choose some of them, or merge them into clients"""
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,9 @@ class Eval:
     every: int = knob(1, low=1)
     """rounds between evaluations; the last round is always scored"""
     batch: int = knob(500, low=1, high=2**31 - 1)
-    """images scored at once"""
+    """samples scored at once"""
+    samples: int | None = knob(None, low=1)
+    """test samples that are scored, always the same random ones; null: all"""
 
 
 @dataclass(frozen=True)
@@ -153,13 +157,20 @@ class Config:
     sharpness: float = knob(4.0, low=0, open_low=True)
     """how soon the mask sand rises behind tau"""
     data: str = "glyphs"
-    """glyphs (generated), mnist or fmnist"""
+    """glyphs (generated), mnist, fmnist, cifar10, cifar100, tinyimagenet, femnist, shakespeare, cmnist2, fedcmnist,
+    fedrotmnist or fedrotmnist-clients ('fedmpi data list' tells what is here), or your own as package.module:name"""
     data_root: str | None = None
     """folder of the data sets; null: $FEDMPI_DATA, else the user's cache"""
+    augment: str | None = None
+    """what training does to images: crop:PIXELS, flip, crop:PIXELS+flip or none; null: the data set's own"""
+    workers: int = knob(0, low=0, high=256)
+    """processes a rank that read a Dataset of your own ahead"""
     split: str = "classes"
-    """iid, classes, dirichlet, quantity or natural: how the data are dealt to the clients"""
-    model: str = "lenet"
-    """lenet or logistic"""
+    """how the data are dealt to the clients: iid, classes, dirichlet, quantity, natural (by writer or role), or, for
+    coloured and rotated data, feature (as iid) and mixed (as classes)"""
+    model: str | None = None
+    """lenet, cnn, resnet18-gn, resnet18-bn, logistic or gru, torchvision:NAME, or your own as package.module:name;
+    null: that of the papers (resnet18-gn for cifar10, cifar100 and tinyimagenet, gru for shakespeare, else lenet)"""
     clients: int = knob(100, low=1)
     """clients in the federation"""
     cohort: int = knob(10, low=1)

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from tqdm import tqdm
 
 from .errors import unknown
-from .train import Report
+from .rounds import Report
 
 
 class Sink(Protocol):
@@ -81,6 +81,7 @@ def record(report: Report) -> dict[str, Any]:
     fields = asdict(report)
     fields["dropped_clients"] = list(fields.pop("dropped"))
     fields["dropped"] = len(fields["dropped_clients"])
+    fields[f"test_{fields.pop('metric')}"] = fields.pop("test_metric")
     fields["seconds"].setdefault("eval", 0.0)
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
 
@@ -88,7 +89,9 @@ def record(report: Report) -> dict[str, Any]:
 def line(report: Report, rounds: int) -> str:
     """A round in one line."""
     seconds = report.seconds
-    test = "" if report.test_accuracy is None else f"  acc {report.test_accuracy:.4f}  loss {report.test_loss:.4f}"
+    test, name = "", "acc" if report.metric == "accuracy" else report.metric
+    if report.test_metric is not None:
+        test = f"  {name} {report.test_metric:.4f}  loss {report.test_loss:.4f}"
     dropped = f"  dropped {len(report.dropped)}" if report.dropped else ""
     scoring = f"  eval {seconds['eval']:.2f}s" if "eval" in seconds else ""
     talk = seconds["reduce"] + seconds["server"] + seconds["gather"]
@@ -101,12 +104,14 @@ def line(report: Report, rounds: int) -> str:
 
 
 class Log:
-    """Rank 0's log of a run; on other ranks it takes everything and says nothing."""
+    """Rank 0's log of a run; on other ranks it takes everything and says nothing. Without a folder nothing is kept."""
 
-    def __init__(self, folder: Path, rounds: int, sinks: list[str], speaks: bool) -> None:
-        self.rounds, self.speaks = rounds, speaks
-        self.sinks: list[Sink] = [JsonLines(folder), *(SINKS[name](folder) for name in sinks)] if speaks else []
-        terminal = speaks and sys.stderr.isatty()
+    def __init__(self, folder: Path | None, rounds: int, sinks: list[str], speaks: bool, quiet: bool = False) -> None:
+        self.rounds, self.speaks = rounds, speaks and not quiet
+        self.sinks: list[Sink] = []
+        if speaks and folder is not None:
+            self.sinks = [JsonLines(folder), *(SINKS[name](folder) for name in sinks)]
+        terminal = self.speaks and sys.stderr.isatty()
         self.bar = tqdm(total=rounds, unit="round", disable=not terminal, leave=False, dynamic_ncols=True)
 
     def say(self, text: str) -> None:

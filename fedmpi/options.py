@@ -10,35 +10,65 @@ import argparse
 import dataclasses
 import re
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jsonargparse
+import numpy as np
 import yaml
 
 from .config import Config
 from .errors import UserError, nearest
+
+T = TypeVar("T")
 
 ABOUT = "Train a model by federated learning. null means: chosen by the algorithm or by the machine."
 
 
 def parse(arguments: list[str]) -> Config:
     """The configuration of a command line: YAML files first, then the options in their order."""
-    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = jsonargparse.ArgumentParser(
-        prog="fedmpi train", description=ABOUT, exit_on_error=False, allow_abbrev=False
-    )
-    parser.add_argument("--config", action="config", help="YAML file, or the name of a bundled recipe")
-    parser.add_class_arguments(Config, as_group=False)
+    parser = make_parser("fedmpi train", ABOUT, Config)
     check_renaming(arguments)
+    return filled(parser, Config, lambda: parser.parse_args(files_first(without_aliases(arguments))))
+
+
+def from_values(values: dict[str, Any]) -> Config:
+    """The configuration with these values, groups as dicts or as dataclasses; checked like a command line."""
+    tree = {k: plain(v) for k, v in values.items()}
+    check_keys("fedmpi.train", tree, knobs(Config()))
+    parser = make_parser("fedmpi.train", ABOUT, Config)
+    return filled(parser, Config, lambda: parser.parse_object(tree))
+
+
+def plain(value: Any) -> Any:
+    """A value as YAML could have it: dataclasses as dicts, numpy's numbers as Python's."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return plain(dataclasses.asdict(value))
+    if isinstance(value, dict):
+        return {k: plain(v) for k, v in value.items()}
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def make_parser(name: str, about: str, kind: type) -> jsonargparse.ArgumentParser:
+    """A parser for the fields of a dataclass."""
+    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = jsonargparse.ArgumentParser(prog=name, description=about, exit_on_error=False, allow_abbrev=False)
+    if kind is Config:
+        parser.add_argument("--config", action="config", help="YAML file, or the name of a bundled recipe")
+    parser.add_class_arguments(kind, as_group=False)
+    return parser
+
+
+def filled(parser: jsonargparse.ArgumentParser, kind: type[T], read: Callable[[], jsonargparse.Namespace]) -> T:
+    """The dataclass with what the parser reads; its complaint in one sentence."""
     try:
-        values = parser.instantiate(parser.parse_args(files_first(without_aliases(arguments))))
+        values = parser.instantiate(read())
     except argparse.ArgumentError as error:
         known = [option for action in parser._actions for option in action.option_strings]
-        raise UserError(sentence(str(error), known)) from None
-    return Config(**{f.name: getattr(values, f.name) for f in dataclasses.fields(Config)})
+        raise UserError(sentence(str(error), known, parser.prog)) from None
+    return kind(**{f.name: getattr(values, f.name) for f in dataclasses.fields(kind)})  # type: ignore[arg-type]
 
 
 def without_aliases(arguments: list[str]) -> list[str]:
@@ -151,15 +181,15 @@ def knobs(part: Any, prefix: str = "") -> dict[str, Any]:
     return out
 
 
-def unknown_option(given: str, known: Iterable[str], where: str = "") -> str:
+def unknown_option(given: str, known: Iterable[str], where: str = "", command: str = "fedmpi train") -> str:
     """The sentence for an option that there is not: what it may be short for, or the nearest one."""
     known = list(known)
     near = next((k for k in known if k.startswith(given)), None) or nearest(given, known)
-    hint = f"did you mean '{near}'?" if near else "'fedmpi train --help' lists what there is"
+    hint = f"did you mean '{near}'?" if near else f"'{command} --help' lists what there is"
     return f"unknown option '{given}'{where}; {hint}"
 
 
-def sentence(text: str, known: list[str]) -> str:
+def sentence(text: str, known: list[str], command: str = "fedmpi train") -> str:
     """A parser's complaint in one sentence: what was given, what is valid."""
     key = re.search(r'key "([^"]+)"', text)
     value = re.search(r"(?:Got|Given) value: (.*)", text)
@@ -176,5 +206,5 @@ def sentence(text: str, known: list[str]) -> str:
         return f"--{key[1]} is '{value[1]}'; it must be {valid}"
     stray = re.search(r"unrecognized arguments: (\S+)", text)
     if stray:
-        return unknown_option(stray[1].partition("=")[0], known)
+        return unknown_option(stray[1].partition("=")[0], known, command=command)
     return " ".join(text.split())

@@ -7,12 +7,14 @@ the command was started is looked into last, so a file `mine.py` there is `mine`
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from .errors import UserError, nearest, unknown
+from .imports import ready_torchvision
 
 
 def find(kind: str, name: str, table: Mapping[str, Any], knobs: Any) -> Any:
@@ -50,6 +52,7 @@ def import_path(kind: str, path: str) -> Any:
         raise UserError(f"{kind} '{path}' is no import path; write package.module:name, with dots and without .py")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
+    ready_torchvision()  # which a user's module may import
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -68,6 +71,30 @@ def import_path(kind: str, path: str) -> Any:
         hint = f"; did you mean '{near}'?" if near else ""
         raise UserError(f"{kind} '{path}': module '{module_name}' has no '{attribute}'{hint}")
     return getattr(module, attribute)
+
+
+def call_with(kind: str, name: str, make: Callable[..., Any], offers: Mapping[str, Any]) -> Any:
+    """What a function makes of those of the offers that its parameters name. Parameters with a default may be called
+    anything; others must be among the offers."""
+    if not callable(make):
+        raise UserError(f"{kind} '{name}' is {type(make).__name__}; it must be a function or a class")
+    try:
+        parameters = inspect.signature(make).parameters.values()
+    except ValueError:  # some built-in functions have none
+        parameters = {}.values()
+    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    strange = [p.name for p in named if p.name not in offers and p.default is p.empty]
+    if strange:
+        raise UserError(
+            f"{kind} '{name}' asks for {', '.join(strange)}; there is {', '.join(offers) or 'nothing'} to ask for by "
+            "these names, and other parameters need a default"
+        )
+    try:
+        return make(**{p.name: offers[p.name] for p in named if p.name in offers})
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UserError(f"{kind} '{name}' raised {type(error).__name__}: {one_line(error)}") from error
 
 
 def one_line(error: BaseException) -> str:

@@ -26,28 +26,55 @@ import numpy as np
 import torch
 import yaml
 from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from . import __version__
-from .algorithms import Algorithm, build, find_row, resolve
+from .algorithms import Algorithm, Row, build, find_row, resolve
+from .augment import make_augment
 from .comm import Comm, agreed
 from .config import Config, check
-from .data import DATASETS, SPLITS, Arrays, Ints, Partition, check_weights, hold_out, load, split
-from .env import Place, describe
+from .data import SPLITS, Arrays, Data, Ints, Partition, check_weights, dress, find_data, hold_out, load, split
+from .env import Place, available_cores, choose_device, describe, threads_per_rank
 from .errors import UserError, unknown
 from .evaluate import evaluate
+from .feed import make_feed
 from .log import Log, sink_names
 from .memory import Memory
-from .models import ModelRow, find_model
+from .models import ModelRow, find_model, make_model
+from .objective import check_outputs, try_objective
+from .plugins import one_line
+from .rounds import Plan, Report, State, begin, rounds
 from .seeds import torch_seed
 from .server import VARIED
 from .tally import SUMS
 from .task import Task
-from .train import Plan, Report, State, begin, rounds
 from .work import Work, make_share
 
 warnings = logging.getLogger("fedmpi")
 
+USUAL = {"images": "lenet", "sequences": "gru", "numbers": "logistic"}
 CONFIG, FINISHED, MODEL = "config.yaml", "finished.json", "model.safetensors"
+
+
+LABELLED = ("classes", "dirichlet", "mixed")  # the splits that deal by label
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """What a caller in Python hands over itself, instead of its name."""
+
+    data: Data | None = None
+    model: nn.Module | None = None
+    algorithm: Row | Algorithm | None = None
+
+    @property
+    def row(self) -> Row | None:
+        """The row to fill knobs in from, where an algorithm was handed over; of an `Algorithm` none is read."""
+        return OWN if isinstance(self.algorithm, Algorithm) else self.algorithm
+
+
+OWN = Row("sgd", "sgd", mask="mean", tau=0.0)
+NOTHING = Given()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,76 +83,124 @@ class Prepared:
 
     cfg: Config
     algorithm: Algorithm
-    model: ModelRow
+    model: ModelRow | None
+    """None: handed over, or that which fits the data"""
     work: Work
     sinks: list[str]
-    out: Path
+    out: Path | None
+    """None: nothing is written"""
+    given: Given = NOTHING
 
 
-def prepare(cfg: Config) -> Prepared:
+def prepare(cfg: Config, given: Given = NOTHING) -> Prepared:
     """Check everything that needs neither data nor other ranks; a `UserError` names the first mistake."""
     check(cfg)
-    cfg = resolve(cfg)
+    cfg = resolve(cfg, given.row)
     try:
         check(cfg)  # once more, for what a row of the user's own has filled in
     except UserError as error:
         raise UserError(f"algorithm '{cfg.algorithm}': {error}") from None
-    for kind, name, table in (("data set", cfg.data, DATASETS), ("split", cfg.split, SPLITS), ("sum", cfg.sum, SUMS)):
+    for kind, name, table in (("split", cfg.split, SPLITS), ("sum", cfg.sum, SUMS)):
         if name not in table:
             raise unknown(kind, name, table)
+    if given.data is None and ":" not in cfg.data:
+        row = find_data(cfg.data)
+        cfg = replace(
+            cfg, model=cfg.model or row.model, skew=replace(cfg.skew, classes=cfg.skew.classes or row.classes)
+        )
+    if cfg.augment is not None:
+        make_augment(cfg.augment)
     if cfg.meta.weights is not None:
         check_weights(cfg.meta.weights)
     assert cfg.local.epochs is not None, "resolved above"
     work = Work(cfg.local.epochs, cfg.local.steps, cfg.local.batch, make_share(cfg.local.work))
     if cfg.out == "":
         raise UserError("--out is ''; name a folder, or leave it out")
-    out = Path(default_folder(cfg) if cfg.out is None else cfg.out)
-    return Prepared(cfg, build(cfg), find_model(cfg.model), work, sink_names(cfg.log), out)
+    out = Path(default_folder(cfg, given.row) if cfg.out is None else cfg.out)
+    algorithm = given.algorithm if isinstance(given.algorithm, Algorithm) else build(cfg)
+    model = None if cfg.model is None or given.model is not None else find_model(cfg.model)
+    return Prepared(cfg, algorithm, model, work, sink_names(cfg.log), out, given)
 
 
-def default_folder(cfg: Config) -> str:
+def settle(cfg: Config, place: Place) -> torch.device:
+    """Set this process up for a run: its threads and, on a GPU, repeatable kernels; returns its device."""
+    torch.set_num_threads(threads_per_rank(place, cfg.threads, available_cores()))
+    device = torch.device(choose_device(place, cfg.device, torch.cuda.device_count()))
+    if cfg.deterministic and device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    return device
+
+
+def default_folder(cfg: Config, row: Row | None = None) -> str:
     """runs/ and what the run is: algorithm, the rules that are not its own, mask, data, seed."""
-    row = find_row(cfg.algorithm)
+    row = row or find_row(cfg.algorithm)
     others = [rule for rule, own in ((cfg.local.rule, row.local), (cfg.server.rule, row.server)) if rule != own]
     name = "-".join(map(str, [cfg.algorithm, *others, cfg.mask, cfg.data, cfg.seed]))
     return "runs/" + re.sub(r"[^\w.-]+", "-", name)
 
 
-def run(prepared: Prepared, comm: Comm, place: Place, device: torch.device, environ: Mapping[str, str]) -> Report:
-    """Train, and leave a finished run folder; returns the last round's report. Collective."""
-    cfg = prepared.cfg
-    same_everywhere("configuration", json.dumps(dataclasses.asdict(cfg), sort_keys=True).encode(), comm)
+def run(
+    prepared: Prepared,
+    comm: Comm,
+    place: Place,
+    device: torch.device,
+    environ: Mapping[str, str],
+    quiet: bool = False,
+) -> Outcome:
+    """Train, and leave a finished run folder; returns how it ended. Collective."""
+    cfg, out = prepared.cfg, prepared.out
+    same_everywhere("configuration", comm, json.dumps(dataclasses.asdict(cfg), sort_keys=True).encode())
     check_threads(comm)
     with agreed(comm):
-        if comm.rank == 0:
-            check_folder(prepared.out)
+        if comm.rank == 0 and out is not None:
+            check_folder(out)
     with agreed(comm):
-        arrays, partition, meta = load_data(cfg)
-        task = make_task(prepared, arrays, partition, meta, comm.size, device)
+        data, partition, meta = load_data(cfg, prepared.given.data)
+        prepared, task = make_task(prepared, data, partition, meta, comm.size, device)
         check_memory_folder(prepared)
-    drawn = partition.order.tobytes() + meta.tobytes()
-    same_everywhere("data set or split of it", drawn + arrays.y.numpy().tobytes(), comm)
+    cfg = prepared.cfg
+    compare_ranks(prepared, task, data, meta, comm)
     with agreed(comm):
-        if comm.rank == 0:
-            make_folder(prepared.out)
+        if comm.rank == 0 and out is not None:
+            make_folder(out)
             threads = torch.get_num_threads()  # in the configuration too: a run is repeated by its config.yaml
             environment = describe(place, environ, threads, str(device))
-            describe_run(prepared.out, replace(cfg, threads=threads), arrays, partition, meta, environment)
+            describe_run(out, replace(cfg, threads=threads), data, partition, meta, environment)
     memory = make_memory(prepared, task)
     plan = Plan(cfg.seed, cfg.rounds, cfg.cohort, prepared.work, cfg.sum, cfg.min_clients)
-    with Log(prepared.out, cfg.rounds, prepared.sinks, speaks=comm.rank == 0) as log:
-        log.say(header(cfg, task, comm))
-        start, report, best = begin(task, prepared.algorithm, comm, memory), None, 0.0
+    history: list[Report] = []
+    with Log(out, cfg.rounds, prepared.sinks, speaks=comm.rank == 0, quiet=quiet) as log:
+        log.say(header(prepared, task, comm))
+        if data.note:
+            log.say(f"data: {data.note}")
+        start = begin(task, prepared.algorithm, comm, memory)
         for state, report in rounds(start, plan, prepared.algorithm, task, comm):
+            report = replace(report, metric=task.goal.metric)
             if report.round % cfg.eval.every == 0 or report.round == cfg.rounds:
                 report = scored(report, task, state, comm, cfg.eval.batch)
-                best = max(best, report.test_accuracy or 0.0)
             log.round(report)
-    assert report is not None, "a run has at least one round"
-    if comm.rank == 0:
-        finish(prepared.out, task, state, report, best)
+            history.append(report)
+    if comm.rank == 0 and out is not None:
+        finish(out, task, state, history)
     comm.barrier()
-    return report
+    return Outcome(task, state, history, cfg)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a run ended, on every rank."""
+
+    task: Task
+    state: State
+    history: list[Report]
+    cfg: Config
+    """with everything filled in"""
+
+    @property
+    def last(self) -> Report:
+        """The last round's report."""
+        return self.history[-1]
 
 
 def scored(report: Report, task: Task, state: State, comm: Comm, block: int) -> Report:
@@ -133,13 +208,29 @@ def scored(report: Report, task: Task, state: State, comm: Comm, block: int) -> 
     started = perf_counter()
     score = evaluate(task, state, comm, block)
     seconds = report.seconds | {"eval": perf_counter() - started}
-    return replace(report, test_accuracy=score.accuracy, test_loss=score.loss, seconds=seconds)
+    return replace(report, test_metric=score.metric, test_loss=score.loss, seconds=seconds)
 
 
-def same_everywhere(what: str, fingerprint: bytes, comm: Comm) -> None:
+def compare_ranks(prepared: Prepared, task: Task, data: Data, meta: Ints, comm: Comm) -> None:
+    """Refuse ranks whose model, rules, data or split differ. Collective."""
+    rule, moments = prepared.algorithm.local, sorted(prepared.algorithm.server.moments)
+    same_everywhere("model", comm, repr(task.layout).encode())
+    same_everywhere("algorithm", comm, repr((rule.sends, rule.keeps, rule.normalised, moments)).encode())
+    partition, labels = task.partition, data.class_labels(needed=False)
+    known = [] if labels is None else [labels]
+    if isinstance(data, Arrays):
+        known.append(data.test_y.contiguous().numpy())
+    shapes = repr((data.shape, data.samples, data.tests)).encode()
+    same_everywhere("data set or split of it", comm, shapes, partition.offsets, partition.order, meta, *known)
+
+
+def same_everywhere(what: str, comm: Comm, *pieces: bytes | np.ndarray) -> None:
     """Refuse ranks that differ in something that must be the same on all. Collective."""
+    sha = hashlib.sha256()
+    for piece in pieces:
+        sha.update(piece if isinstance(piece, bytes) else np.ascontiguousarray(piece).data)
     rows = torch.zeros(comm.size, dtype=torch.int64)
-    rows[comm.rank] = int.from_bytes(hashlib.sha256(fingerprint).digest()[:7], "big")
+    rows[comm.rank] = int.from_bytes(sha.digest()[:7], "big")
     comm.sum(rows)
     odd = [rank for rank in range(comm.size) if rows[rank] != rows[0]]
     if odd:
@@ -178,27 +269,50 @@ def make_folder(out: Path) -> None:
         raise UserError(f"--out {out} cannot be written ({error.strerror}); choose a folder that can") from None
 
 
-def load_data(cfg: Config) -> tuple[Arrays, Partition, Ints]:
+def load_data(cfg: Config, given: Data | None = None) -> tuple[Data, Partition, Ints]:
     """The data set, who has which part of it, and the meta set: what no client has, or what every client has too."""
-    arrays = load(cfg.data, cfg.data_root)
-    y = arrays.y.numpy()
-    meta = np.zeros(0, dtype=np.int64)
+    data = load(cfg.data, cfg.data_root) if given is None else given
+    needed = cfg.split in LABELLED or bool(cfg.meta.size and cfg.meta.weights)
+    y = data.class_labels(needed)
+    if y is None:
+        if needed:
+            what = f"split '{cfg.split}' goes" if cfg.split in LABELLED else "--meta.weights go"
+            raise UserError(
+                f"{what} by class, and '{data.name}' has numbers for labels; use another split, such as iid or "
+                "natural, and no weights"
+            )
+        y = np.zeros(data.samples, dtype=np.int64)
+    meta, rest = np.zeros(0, dtype=np.int64), None
     if cfg.meta.size:
-        meta = hold_out(y, arrays.classes, cfg.meta.size, cfg.meta.seed, cfg.meta.weights)
-    rest = np.setdiff1d(np.arange(len(y)), meta, assume_unique=True)
+        meta = hold_out(y, data.kinds if needed else 1, cfg.meta.size, cfg.meta.seed, cfg.meta.weights)
+        rest = np.setdiff1d(np.arange(len(y)), meta, assume_unique=True)
+
+    def left(values: Ints) -> Ints:
+        return values if rest is None else values[rest]
+
+    strata = data.split_labels(needed)
     partition = split(
         cfg.split,
-        y[rest],
+        left(y if strata is None else strata),
         cfg.clients,
         cfg.seed,
-        classes_per_client=cfg.skew.classes,
+        classes_per_client=cfg.skew.classes or 2,
         alpha=cfg.skew.alpha,
         beta=cfg.skew.beta,
         noise=cfg.skew.noise,
-        owner=None if arrays.owner is None else arrays.owner.numpy()[rest],
+        owner=None if data.owners is None else left(data.owners),
+        owners=cfg.skew.owners,
+        skewed=data.looks is not None,
     )
     shared = meta if cfg.meta.share else meta[:0]
-    return arrays, Partition(partition.offsets, rest[partition.order], shared), meta
+    order = partition.order if rest is None else rest[partition.order]
+    partition = Partition(partition.offsets, order, shared)
+    if isinstance(data, Arrays):
+        data = dress(data, partition, cfg.seed)
+        data = data if cfg.augment is None else replace(data, augment=cfg.augment)
+    if cfg.augment not in (None, "none") and data.kind != "images":
+        raise UserError(f"--augment is '{cfg.augment}', but '{data.name}' has {data.kind}, not images; use none")
+    return data, partition, meta
 
 
 def check_memory_folder(prepared: Prepared) -> None:
@@ -218,7 +332,7 @@ def check_memory_folder(prepared: Prepared) -> None:
 def make_memory(prepared: Prepared, task: Task) -> Memory:
     """Where this rank keeps what its clients keep."""
     cfg, names = prepared.cfg.memory, prepared.algorithm.local.keeps
-    folder = Path(cfg.folder).expanduser() if cfg.folder else prepared.out
+    folder = Path(cfg.folder).expanduser() if cfg.folder else prepared.out or Path(tempfile.gettempdir())
     if not folder.is_dir():  # a node may not see the run folder
         folder = Path(tempfile.gettempdir())
         if names:
@@ -227,50 +341,121 @@ def make_memory(prepared: Prepared, task: Task) -> Memory:
 
 
 def make_task(
-    prepared: Prepared, arrays: Arrays, partition: Partition, meta: Ints, ranks: int, device: torch.device
-) -> Task:
-    """The model for these data, with weights drawn from the seed, on this rank's device."""
-    cfg = prepared.cfg
+    prepared: Prepared,
+    data: Data,
+    partition: Partition,
+    meta: Ints,
+    ranks: int,
+    device: torch.device,
+) -> tuple[Prepared, Task]:
+    """The model for these data on this rank's device, with weights drawn from the seed unless it was given; and what
+    was prepared, with its name where that was left to the data."""
+    cfg, given = prepared.cfg, prepared.given.model
+    name = cfg.model or USUAL[data.kind]
+    offers, samples = data.offers, few_samples(data)  # before the seed is set: reading data may draw
     torch.manual_seed(torch_seed(cfg.seed, "model"))
-    channels, height, width = arrays.x.shape[1:]
-    model = prepared.model.make(channels, height, width, arrays.classes)
-    return Task(model, arrays, partition, cfg.seed, device, ranks, prepared.model.channels_last, meta)
+    if given is not None:
+        name, row, model = type(given).__name__, ModelRow(lambda: given), given
+    else:
+        row = prepared.model or find_model(name)
+        model = make_model(name, row, offers, data.name)
+    cfg = replace(cfg, model=name)
+    try_model(model, name, data, samples, device)
+    task = Task(
+        model,
+        data,
+        partition,
+        cfg.seed,
+        device,
+        ranks,
+        row.channels_last,
+        meta,
+        workers=cfg.workers,
+        tests=cfg.eval.samples,
+    )
+    return replace(prepared, cfg=cfg), task
+
+
+def few_samples(data: Data) -> tuple[Tensor, Tensor]:
+    """Two test samples and their labels, or one where there is but one."""
+    feed = make_feed(data, torch.device("cpu"))
+    try:
+        return next(feed.test([torch.arange(min(2, feed.tests))]))
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UserError(
+            f"the first test samples of '{data.name}' cannot be read and put together: "
+            f"{type(error).__name__}: {one_line(error)}"
+        ) from error
+
+
+@torch.no_grad()
+def try_model(model: nn.Module, name: str, data: Data, samples: tuple[Tensor, Tensor], device: torch.device) -> None:
+    """Refuse a model that does not take these data or does not answer in the shape of their labels, and an objective
+    that cannot judge the answer, before anything has started; also makes the parameters of lazy layers."""
+    x, y = (t.to(device) for t in samples)
+    model.to(device).eval()
+    try:
+        outputs = model(x)
+    except (Exception, SystemExit) as error:
+        raise UserError(
+            f"model '{name}' raised {type(error).__name__} for samples {list(x.shape)} of '{data.name}': "
+            f"{one_line(error)}; use a model that takes them"
+        ) from error
+    check_outputs(outputs, y, data.kinds if data.goal.whole else 0, data.goal, name)
+    try_objective(data.goal, outputs, y)
 
 
 def describe_run(
-    out: Path, cfg: Config, arrays: Arrays, partition: Partition, meta: Ints, environment: dict[str, Any]
+    out: Path, cfg: Config, data: Data, partition: Partition, meta: Ints, environment: dict[str, Any]
 ) -> None:
     """Write what is needed to repeat the run."""
     write(out / CONFIG, yaml.safe_dump(dataclasses.asdict(cfg), sort_keys=False))
     write(out / "environment.json", json.dumps(environment, indent=2) + "\n")
-    about = {"data": cfg.data, "split": cfg.split, "seed": cfg.seed, "skew": dataclasses.asdict(cfg.skew)}
+    about: dict[str, Any] = {"data": cfg.data, "split": cfg.split, "seed": cfg.seed}
+    about["skew"] = dataclasses.asdict(cfg.skew)
+    about["objective"] = {"name": data.goal.name, "metric": data.goal.metric, "rises": data.goal.rises}
+    if data.note:
+        about["note"] = data.note
+    labels = data.class_labels(needed=False)
+    y, kinds = (np.zeros(data.samples, dtype=np.int64), 1) if labels is None else (labels, data.kinds)
     if len(meta):
-        counts = np.bincount(arrays.y.numpy()[meta], minlength=arrays.classes)
+        counts = np.bincount(y[meta], minlength=kinds)
         sha = hashlib.sha256(meta.astype("<i8").tobytes()).hexdigest()
         about["meta"] = {"seed": cfg.meta.seed, "sha256": sha, "histogram": counts.tolist(), "shared": cfg.meta.share}
-    manifest = partition.manifest(arrays.y.numpy(), arrays.classes, **about)
-    write(out / "partition.json", json.dumps(manifest) + "\n")
+    write(out / "partition.json", json.dumps(partition.manifest(y, kinds, **about)) + "\n")
 
 
-def finish(out: Path, task: Task, state: State, report: Report, best: float) -> None:
+def finish(out: Path, task: Task, state: State, history: list[Report]) -> None:
     """Write the model under its own names, then the file that says the run is done."""
-    task.load(state.model_N, state.ints)
-    tensors = {
-        name: t.detach().cpu().clone(memory_format=torch.contiguous_format)
-        for name, t in task.model.state_dict().items()
-    }
     aside = out / f".{MODEL}"
-    save_file(tensors, aside, metadata={"format": "pt"})
+    save_file(trained_tensors(task, state), aside, metadata={"format": "pt"})
     os.replace(aside, out / MODEL)
+    last, metric = history[-1], task.goal.metric
+    values = [report.test_metric for report in history if report.test_metric is not None]
     done = {
-        "rounds": report.round,
-        "test_accuracy": report.test_accuracy,
-        "test_loss": report.test_loss if math.isfinite(report.test_loss or 0.0) else None,
-        "best_test_accuracy": best,
+        "rounds": last.round,
+        f"test_{metric}": finite(last.test_metric),
+        "test_loss": finite(last.test_loss),
+        f"best_test_{metric}": finite((max if task.goal.rises else min)(values)),
         "model_sha256": hashlib.sha256((out / MODEL).read_bytes()).hexdigest(),
         "fedmpi": __version__,
     }
     write(out / FINISHED, json.dumps(done, indent=2) + "\n")
+
+
+def trained_tensors(task: Task, state: State) -> dict[str, Tensor]:
+    """The model's state dict, each tensor in memory of its own."""
+    task.load(state.model_N, state.ints)
+    return {
+        name: t.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, t in task.model.state_dict().items()
+    }
+
+
+def finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def write(path: Path, text: str) -> None:
@@ -284,21 +469,27 @@ def scheduled(schedule: str) -> str:
     return "" if schedule == "constant" else f" ({schedule})"
 
 
-def header(cfg: Config, task: Task, comm: Comm) -> str:
+def header(prepared: Prepared, task: Task, comm: Comm) -> str:
     """What is about to run, in two lines."""
-    variant = f", variant {cfg.server.variant}" if cfg.server.rule in VARIED else ""
-    tau = "" if cfg.mask == "mean" else f" (tau {cfg.tau:g})"
+    cfg = prepared.cfg
     held = f"; {cfg.meta.size} samples held out" if cfg.meta.size else ""
     uses = [f"meta step lr {cfg.meta.lr:g}"] * bool(cfg.meta.lr) + ["a copy for every client"] * bool(cfg.meta.share)
     held += f" ({', '.join(uses) or 'not used'})" if cfg.meta.size else ""
     threads = torch.get_num_threads()
     ranks = f"{comm.size} rank{'s' * (comm.size > 1)} ({comm.name}), {threads} thread{'s' * (threads > 1)} each"
+    made = isinstance(prepared.given.algorithm, Algorithm)
+    return (
+        f"{'an algorithm of your own' if made else rules(cfg)}; {cfg.model}, {task.layout.params:,} parameters\n"
+        f"{cfg.data} split {cfg.split} over {cfg.clients} clients, {cfg.cohort} a round{held}; {ranks}, sum {cfg.sum}"
+    )
+
+
+def rules(cfg: Config) -> str:
+    """The algorithm in words: what a client does, the mask, what the server does."""
+    variant = f", variant {cfg.server.variant}" if cfg.server.rule in VARIED else ""
+    tau = "" if cfg.mask == "mean" else f" (tau {cfg.tau:g})"
     client = f"client {cfg.local.rule} lr {cfg.local.lr:g}{scheduled(cfg.local.schedule)}"
     client += "" if cfg.local.work == "full" else f", work {cfg.local.work}"
     server = f"server {cfg.server.rule} lr {cfg.server.lr:g}{scheduled(cfg.server.schedule)}{variant}"
     server += f", momentum {cfg.server.momentum:g}" if cfg.server.momentum and not variant else ""
-    return (
-        f"{cfg.algorithm} with mask {cfg.mask}{tau}: {client}, {server}; "
-        f"{cfg.model}, {task.layout.params:,} parameters\n"
-        f"{cfg.data} split {cfg.split} over {cfg.clients} clients, {cfg.cohort} a round{held}; {ranks}, sum {cfg.sum}"
-    )
+    return f"{cfg.algorithm} with mask {cfg.mask}{tau}: {client}, {server}"

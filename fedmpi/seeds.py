@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-STREAMS = {"model": 0, "cohort": 1, "batches": 2, "torch": 3, "work": 4, "whole": 5, "meta": 6}
+STREAMS = {"model": 0, "cohort": 1, "batches": 2, "torch": 3, "work": 4, "whole": 5, "meta": 6, "tests": 7}
 
 
 def sequence(seed: int, stream: str, *counters: int) -> np.random.SeedSequence:

@@ -1,9 +1,8 @@
-"""A model and its data on one rank's device: makes a client's job, and scores test images.
+"""A model and its data on one rank's device: makes a client's job, and scores test samples.
 
 The model's tensors are views of one work vector, so a job's `x_P` is the model and its gradient arrives in one flat
-vector. Images stay uint8 in memory; a batch is picked by index and normalised when it is used. What a client draws
-depends on (seed, round, client) alone, and what a layer draws (dropout) on the batch as well, so that a gradient is a
-function of a point and a batch.
+vector. What a client draws depends on (seed, round, client) alone, and what a layer (dropout) or an augmentation draws
+on the batch as well, so that a gradient is a function of a point and a batch.
 
 N: the full padded vector.  P: its trainable parameters.
 """
@@ -16,24 +15,16 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .data.arrays import Arrays
-from .data.splits import Partition
+from .data import Data, Partition
+from .feed import Batch, make_feed
 from .flat import Span, bind, layout_of, read_ints, write_ints
 from .local import LocalResult
 from .seeds import generator, torch_seed
 from .work import Work
 
 NOTHING: Mapping[str, Tensor] = {}
-
-
-class Batch(NamedTuple):
-    """Samples by their index, and the seed of what layers draw for them."""
-
-    samples: Tensor
-    seed: int
 
 
 class Trained(NamedTuple):
@@ -43,6 +34,14 @@ class Trained(NamedTuple):
     ints: Tensor
     loss: float
     result: LocalResult
+
+
+class Scored(NamedTuple):
+    """The metric and the loss of a block, each summed over its labels, and how many labels that were."""
+
+    metric: float
+    loss: float
+    labels: int
 
 
 class ModelJob:
@@ -72,7 +71,11 @@ class ModelJob:
         self.seen = 0
 
     def batches(self, leave: int = 0) -> Iterator[Batch]:
-        """Sample indices, batch by batch; a short last batch of an epoch is used."""
+        """Batch by batch; a short last batch of an epoch is used."""
+        return self.task.feed.ahead(self.draw_batches(leave))
+
+    def draw_batches(self, leave: int) -> Iterator[Batch]:
+        """Sample indices, batch by batch."""
         mine = self.task.partition.of(self.cid)
         seed = self.task.seed
         rng = generator(seed, "batches", self.round, self.cid)
@@ -88,8 +91,9 @@ class ModelJob:
         """All samples in the order of the partition."""
         mine = torch.from_numpy(self.task.partition.of(self.cid)).to(self.task.device)
         draws = torch_seed(self.task.seed, "whole", self.round, self.cid)
-        for number, samples in enumerate(torch.split(mine, self.work.batch)):
-            yield Batch(samples, draws + number), len(samples) / len(mine)
+        batches = (Batch(samples, draws + i) for i, samples in enumerate(torch.split(mine, self.work.batch)))
+        for batch in self.task.feed.ahead(batches):
+            yield batch, len(batch.samples) / len(mine)
 
     def grad(self, x_P: Tensor, batch: Batch) -> Tensor:
         """The gradient of the batch's mean loss at x_P."""
@@ -140,12 +144,12 @@ class ModelJob:
 
 
 class Task:
-    """A model bound to flat vectors, and the arrays it learns from."""
+    """A model bound to flat vectors, and the data it learns from."""
 
     def __init__(
         self,
         model: nn.Module,
-        arrays: Arrays,
+        data: Data,
         partition: Partition,
         seed: int,
         device: torch.device,
@@ -153,6 +157,8 @@ class Task:
         channels_last: bool = False,
         meta: np.ndarray | None = None,
         dtype: torch.dtype = torch.float32,
+        workers: int = 0,
+        tests: int | None = None,
     ) -> None:
         self.model, self.partition, self.seed, self.device = model.to(device), partition, seed, device
         self.layout = layout_of(model, channels_last, dtype)
@@ -165,21 +171,14 @@ class Task:
             (span, tensors[span.name]) for span in self.layout.spans if span.start < self.layout.params
         ]
         self.meta = torch.from_numpy(np.zeros(0, dtype=np.int64) if meta is None else meta).to(device)
-        self.x, self.y, self.test_x, self.test_y = (
-            t.to(device) for t in (arrays.x, arrays.y, arrays.test_x, arrays.test_y)
-        )
-        self.scale, self.shift = (
-            torch.tensor(v, device=device, dtype=dtype).view(1, -1, 1, 1) for v in normalisation(arrays)
-        )
-
-    def images(self, raw: Tensor) -> Tensor:
-        """uint8 images as normalised floats."""
-        return raw.to(self.scale.dtype).mul_(self.scale).add_(self.shift)
+        self.feed, self.goal = make_feed(data, device, dtype, workers), data.goal
+        self.tests = choose_tests(self.feed.tests, tests)
 
     def loss(self, batch: Batch) -> Tensor:
         """The mean loss of a batch for the model as it is."""
+        x, y = self.feed.train(batch)
         seed_layers(self.device, batch.seed)
-        return F.cross_entropy(self.model(self.images(self.x[batch.samples])), self.y[batch.samples])
+        return self.goal.loss(self.model(x), y, "mean")
 
     def gradient(self, batch: Batch) -> Tensor:
         """Put the gradient of a batch's mean loss into `grad_P`; returns the loss."""
@@ -251,18 +250,19 @@ class Task:
         return self.grad_P
 
     @torch.inference_mode()
-    def score(self, block: slice) -> tuple[int, float]:
-        """Right answers and the sum of the losses on a block of the test set, for the model that was loaded."""
+    def score(self, blocks: Sequence[slice]) -> Iterator[Scored]:
+        """How the model that was loaded does on blocks of the test set, one after another."""
         self.model.eval()
-        logits = self.model(self.images(self.test_x[block]))
-        right = (logits.argmax(1) == self.test_y[block]).sum()
-        return int(right), float(F.cross_entropy(logits, self.test_y[block], reduction="sum"))
+        for x, y in self.feed.test([self.tests[block] for block in blocks]):
+            outputs = self.model(x)
+            yield Scored(float(self.goal.total(outputs, y)), float(self.goal.loss(outputs, y, "sum")), y.numel())
 
 
-def normalisation(arrays: Arrays) -> tuple[list[float], list[float]]:
-    """Scale and shift a channel, so that raw * scale + shift has mean 0 and deviation 1 over the training set."""
-    mean, std = np.asarray(arrays.mean), np.asarray(arrays.std)
-    return (1 / (255 * std)).tolist(), (-mean / std).tolist()
+def choose_tests(there: int, wanted: int | None) -> Tensor:
+    """The test samples to score: all, or as many as are wanted, always the same ones."""
+    if wanted is None or wanted >= there:
+        return torch.arange(there)
+    return torch.from_numpy(np.sort(generator(0, "tests").choice(there, wanted, replace=False)))
 
 
 def seed_layers(device: torch.device, seed: int) -> None:

@@ -15,9 +15,9 @@ from fedmpi.data import Arrays, Partition
 from fedmpi.local import LocalRule, sgd
 from fedmpi.masks import make_mask
 from fedmpi.memory import Memory
+from fedmpi.rounds import Plan, Report, State, begin, rounds
 from fedmpi.server import ServerKnobs, make_server
 from fedmpi.task import Task, Work
-from fedmpi.train import Plan, Report, State, begin, rounds
 
 SIZES = (5, 9, 14, 3, 20, 7, 11)
 CPU = torch.device("cpu")

@@ -24,9 +24,9 @@ from fedmpi.config import Config, Local, Meta, Server
 from fedmpi.data import Partition
 from fedmpi.evaluate import evaluate
 from fedmpi.masks import MASKS
+from fedmpi.rounds import Plan, Report, State, begin, rounds
 from fedmpi.run import Prepared, prepare
 from fedmpi.task import Task
-from fedmpi.train import Plan, Report, State, begin, rounds
 
 FILE = Path(__file__).with_name("golden.json")
 HELD_OUT = 9  # of the 20 samples of client 4, where an algorithm has a meta set
@@ -78,7 +78,7 @@ def curve(algorithm: str, mask: str) -> dict[str, list[float]]:
     task, seen = task_of(asked, make=plain_model), []
     for state, report in train(asked, task, comm):
         score = evaluate(task, state, comm, block=10)
-        seen.append((report.train_loss, report.kept, report.agreement, score.loss, score.accuracy))
+        seen.append((report.train_loss, report.kept, report.agreement, score.loss, score.metric))
     names = ("train_loss", "kept", "agreement", "test_loss", "test_accuracy")
     out = {
         name: [float(f"{x:.6g}") for x in values] for name, values in zip(names, zip(*seen, strict=True), strict=True)

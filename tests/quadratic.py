@@ -21,8 +21,8 @@ from fedmpi.comm.threads import run_threads
 from fedmpi.data import Partition
 from fedmpi.flat import Layout
 from fedmpi.local import Job, LocalResult, LocalRule
+from fedmpi.rounds import Plan, Report, State, begin, rounds
 from fedmpi.task import Trained
-from fedmpi.train import Plan, Report, State, begin, rounds
 from fedmpi.work import Work
 
 NO_INTS = torch.zeros(0, dtype=torch.int64)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,14 @@ import pytest
 import torch
 
 from fedmpi import data, env
+from fedmpi import run as runs
 from fedmpi.comm import SoloComm
 from fedmpi.config import Config, Eval, Local
-from fedmpi.data import Arrays
+from fedmpi.data import Arrays, DataRow
+from fedmpi.data.store import Source
 from fedmpi.env import Place
+from fedmpi.rounds import Report
 from fedmpi.run import prepare, run
-from fedmpi.train import Report
 
 ALONE = Place("alone", 0, 1, 0, 1)
 CPU = torch.device("cpu")
@@ -41,6 +44,11 @@ def tiny(root: Path | None = None) -> Arrays:
     return Arrays("tiny", CLASSES, x, y, test_x, test_y, mean, std, owner=torch.arange(200) % 20)
 
 
+def data_row(make: Callable[[Path | None], Arrays]) -> DataRow:
+    """A row of the table of data sets for data that are made up."""
+    return DataRow(make, lambda root: Source("made", 1, lambda files: {}, generated=True), "made up")
+
+
 def settings_of(out: Path, **changes: Any) -> Config:
     """A run of three rounds on the tiny data: a fraction of a second."""
     cfg = Config(
@@ -60,7 +68,7 @@ def settings_of(out: Path, **changes: Any) -> Config:
 
 def train(cfg: Config) -> Report:
     """The last report of the run, alone in this process."""
-    return run(prepare(cfg), SoloComm(), ALONE, CPU, {})
+    return run(prepare(cfg), SoloComm(), ALONE, CPU, {}).last
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:
@@ -79,12 +87,22 @@ def without_seconds(rounds: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def sandbox() -> Iterator[pytest.MonkeyPatch]:
-    """The tiny data in the table, no launcher's variables seen, and the logger and the threads put back behind it."""
+    """The tiny data in the table, no launcher's variables seen, and the logger and the threads put back behind it.
+
+    Ranks that are threads make their models one after another: torch's seed belongs to the process.
+    """
+    lock, make_task = threading.Lock(), runs.make_task
+
+    def one_at_a_time(*given: Any) -> Any:
+        with lock:
+            return make_task(*given)
+
     logger, threads = logging.getLogger("fedmpi"), torch.get_num_threads()
     before = logger.handlers[:], logger.level, logger.propagate
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(data.DATASETS, "tiny", tiny)
+        patch.setitem(data.DATASETS, "tiny", data_row(tiny))
         patch.setattr(env, "find_place", lambda environ: ALONE)
+        patch.setattr(runs, "make_task", one_at_a_time)
         yield patch
     logger.handlers[:], logger.level, logger.propagate = before
     torch.set_num_threads(threads)

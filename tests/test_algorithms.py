@@ -30,10 +30,10 @@ from fedmpi.config import Config, Local, Meta, Server
 from fedmpi.local import Descent, Job, LocalResult, LocalRule, uga
 from fedmpi.masks import MASKS
 from fedmpi.memory import Memory
+from fedmpi.rounds import Plan, Report, State, begin, rounds
 from fedmpi.run import Prepared, prepare
 from fedmpi.server import ServerKnobs, make_server
 from fedmpi.task import Task
-from fedmpi.train import Plan, Report, State, begin, rounds
 from fedmpi.work import Work, make_share
 
 # ---- One round by hand ----------------------------------------------------------------------------------------------
@@ -445,7 +445,7 @@ def test_fedshares_step_is_a_step_on_everybodys_samples_with_a_copy_of_the_share
     for cid in range(task.partition.clients):
         mine = torch.from_numpy(task.partition.of(cid))
         assert set(task.meta.tolist()) <= set(mine.tolist())
-        total = total + F.cross_entropy(plain(task.images(task.x[mine])), task.y[mine], reduction="sum")
+        total = total + F.cross_entropy(plain(task.feed.inputs(task.feed.x[mine])), task.feed.y[mine], reduction="sum")
     gradients = torch.autograd.grad(total / len(everyone), list(plain.parameters()))
     want = torch.cat([(p - 0.5 * g).flatten() for p, g in zip(plain.parameters(), gradients, strict=True)])
     states, _ = train_on(1, asked, plan_of(asked, cohort=7))
@@ -533,7 +533,7 @@ def test_uga_is_torchs_derivative_through_the_steps_of_a_real_model_up_to_roundi
     def loss(x_P: Tensor, batch: Any) -> Tensor:
         named = {span.name: span.view(x_P) for span in twin.layout.spans if span.start < twin.layout.params}
         return F.cross_entropy(
-            functional_call(twin.model, named, twin.images(twin.x[batch.samples])), twin.y[batch.samples]
+            functional_call(twin.model, named, twin.feed.inputs(twin.feed.x[batch.samples])), twin.feed.y[batch.samples]
         )
 
     w_P = start_N[: twin.layout.params].clone().requires_grad_()

@@ -1,4 +1,4 @@
-"""Data sets: what Arrays refuses, the generated digits and their cache, and finding, reading and fetching idx files."""
+"""Data sets: what Arrays takes and refuses, the generated digits, and finding, reading and fetching idx files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import functools
 import gzip
 import hashlib
 import http.server
-import logging
 import os
 import socket
 import stat
@@ -15,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -26,10 +25,14 @@ import numpy as np
 import pytest
 import torch
 from conftest import need
+from realdata import shared_data
 
-from fedmpi.data import DATASETS, glyphs, load, vision
-from fedmpi.data.arrays import Arrays, cache_folder, locked
+from fedmpi.data import DATASETS, fetch, find_data, glyphs, load, vision
+from fedmpi.data.arrays import Arrays
+from fedmpi.data.store import data_root
 from fedmpi.errors import UserError
+from fedmpi.imports import import_torchvision
+from fedmpi.objective import CLASSIFY, NEXT, REGRESS
 
 REPO = Path(__file__).resolve().parents[1]
 GOLDEN = ["5c01ab5c84ed951b", "94426ace4dd1031e", "60b0c92614bc667d", "69461ad596bb922a", "5d63357afba0da59"]
@@ -38,10 +41,19 @@ GOLDEN = ["5c01ab5c84ed951b", "94426ace4dd1031e", "60b0c92614bc667d", "69461ad59
 @pytest.fixture
 def shared_mnist() -> Path:
     """The folder with MNIST/raw."""
-    folder = Path(os.environ.get("FEDMPI_TEST_DATA", REPO.parent / "shared" / "data")) / "mnist"
-    reason = f"no MNIST/raw is in {folder}; set FEDMPI_TEST_DATA to the folder that has mnist/MNIST/raw"
-    need("data", (folder / "MNIST" / "raw").is_dir(), reason)
+    folder = shared_data() / "mnist"
+    need("data", (folder / "MNIST" / "raw").is_dir(), f"no MNIST/raw is in {folder}")
     return folder
+
+
+@pytest.fixture
+def mnist_root(shared_mnist: Path, tmp_path: Path) -> Path:
+    """A root with MNIST that may be written."""
+    raw = tmp_path / "root" / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for name in vision.FILES:
+        (raw / f"{name}.gz").symlink_to(shared_mnist / "MNIST" / "raw" / f"{name}.gz")
+    return tmp_path / "root"
 
 
 @pytest.fixture(autouse=True)
@@ -52,53 +64,114 @@ def no_outside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FEDMPI_CACHE", str(tmp_path / "cache"))
 
 
+# --- arrays
+
+
 def small(**changes: Any) -> Arrays:
-    """A sound data set of three samples, with changes."""
+    """A sound data set of three images, with changes."""
     x, y = torch.zeros(3, 1, 2, 2, dtype=torch.uint8), torch.tensor([0, 1, 1])
     return replace(Arrays("small", 2, x, y, x, y, (0.5,), (0.5,), torch.tensor([1, 0, 1])), **changes)
 
 
+def lines(**changes: Any) -> Arrays:
+    """A sound data set of three sequences, with changes."""
+    x, y = torch.tensor([[0, 1], [2, 3], [3, 0]], dtype=torch.uint8), torch.tensor([0, 1, 1])
+    return replace(Arrays("lines", 2, x, y, x, y, tokens=4), **changes)
+
+
+def numbers(**changes: Any) -> Arrays:
+    """A sound data set of three samples with numbers to predict, with changes."""
+    x, y = torch.arange(6.0).view(3, 2), torch.tensor([0.5, 1.0, -1.0])
+    return replace(Arrays("numbers", 0, x, y, x, y), **changes)
+
+
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("make", "changes", "words"),
     [
-        ({"classes": 0}, "0 classes"),
-        ({"x": torch.zeros(3, 1, 2, 2)}, "train images of torch.float32"),
-        ({"test_x": torch.zeros(3, 2, 2, dtype=torch.uint8)}, r"test images of torch.uint8 \[3, 2, 2\]"),
-        ({"y": torch.tensor([0, 1])}, "3 train images and 2 train labels"),
-        ({"test_y": torch.tensor([0.0, 1, 1])}, "test labels of torch.float32"),
-        ({"y": torch.tensor([0, 1, 2])}, "train labels from 0 to 2; it needs 0 to 1"),
-        ({"test_y": torch.tensor([0, -1, 1])}, "test labels from -1 to 1"),
-        ({"test_x": torch.zeros(3, 1, 2, 3, dtype=torch.uint8)}, "same image shape"),
-        ({"mean": (0.1, 0.2)}, "each of 1 channels"),
-        ({"std": (0.0,)}, "positive std"),
-        ({"owner": torch.tensor([0, 1])}, "one a train sample"),
-        ({"owner": torch.tensor([0, 2, 2])}, "with gaps"),
+        (small, {"classes": 0}, "0 classes; it needs at least one"),
+        (
+            small,
+            {"x": torch.zeros(3, 1, 2, 2)},
+            r"train images torch.float32 \[3, 1, 2, 2\] and test images torch.uint8 .*same shape and kind",
+        ),
+        (small, {"test_x": torch.zeros(3, 2, 2, dtype=torch.uint8)}, r"test images of torch.uint8 \[3, 2, 2\]"),
+        (small, {"x": torch.zeros(3, 1, 2, 2, dtype=torch.float64)}, "train images of torch.float64"),
+        (small, {"x": torch.zeros(3, 1, 2, 2, dtype=torch.int64)}, "train images of torch.int64"),
+        (small, {"x": torch.zeros(3, dtype=torch.uint8)}, r"train samples of torch.uint8 \[3\]"),
+        (small, {"y": torch.tensor([0, 1])}, "3 train images and 2 train labels"),
+        (
+            small,
+            {"x": torch.zeros(0, 1, 2, 2, dtype=torch.uint8), "y": torch.zeros(0, dtype=torch.int64)},
+            "0 train images and 0 train labels; it needs one label each, and at least one",
+        ),
+        (small, {"test_y": torch.tensor([0.0, 1, 1])}, "test labels of torch.float32"),
+        (small, {"y": torch.tensor([0, 1, 1], dtype=torch.int32)}, r"train labels of torch.int32 .*torch.int64 \[n\]"),
+        (small, {"y": torch.zeros(3, 1, 1, dtype=torch.int64)}, r"train labels of torch.int64 \[3, 1, 1\]"),
+        (small, {"y": torch.tensor([0, 1, 2])}, "train labels from 0 to 2; it needs 0 to 1"),
+        (small, {"test_y": torch.tensor([0, -1, 1])}, "test labels from -1 to 1"),
+        (small, {"test_x": torch.zeros(3, 1, 2, 3, dtype=torch.uint8)}, "the same shape and kind"),
+        (small, {"mean": (0.1, 0.2)}, "each of 1 channels"),
+        (small, {"mean": ()}, "each of 1 channels"),
+        (small, {"std": (0.0,)}, "positive std"),
+        (small, {"owner": torch.tensor([0, 1])}, "one a train sample"),
+        (small, {"owner": torch.tensor([0.0, 1, 1])}, "one a train sample"),
+        (small, {"owner": torch.tensor([0, 2, 2])}, "with gaps"),
+        (small, {"owner": torch.tensor([0, -1, 1])}, "owners from -1 to 1"),
+        (lines, {"tokens": 3}, "train tokens from 0 to 3; it needs 0 to tokens - 1 = 2"),
+        (lines, {"test_x": torch.tensor([[0, -1]] * 3)}, "test tokens from -1 to 0"),
+        (lines, {"test_x": torch.tensor([[0, 1]] * 3)}, "test samples torch.int64 .*same shape and kind"),
+        (lines, {"x": torch.zeros(3, 2, dtype=torch.bool)}, "train samples of torch.bool"),
+        (
+            lines,
+            {"tokens": 0, "x": torch.zeros(3, 2, dtype=torch.uint8), "test_x": torch.zeros(3, 2, dtype=torch.uint8)},
+            "sequences and tokens = 0",
+        ),
+        (numbers, {"x": torch.zeros(3, 2, dtype=torch.float64)}, "train samples of torch.float64"),
+        (numbers, {"x": torch.zeros(3)}, r"train samples of torch.float32 \[3\]"),
+        (numbers, {"y": torch.zeros(3, dtype=torch.float64)}, "train labels of torch.float64 .* for regression"),
+        (numbers, {"test_y": torch.zeros(3, dtype=torch.int64)}, "test labels of torch.int64 .* for regression"),
+        (numbers, {"y": torch.tensor([0, 1, 1])}, "0 classes"),
     ],
 )
-def test_arrays_refuses_what_does_not_fit(changes: dict[str, Any], words: str) -> None:
-    assert small().classes == 2
-    with pytest.raises(UserError, match=f"data set 'small' has .*{words}"):
-        small(**changes)
+def test_arrays_refuses_what_does_not_fit(make: Callable[..., Arrays], changes: dict[str, Any], words: str) -> None:
+    name = make().name
+    with pytest.raises(UserError, match=f"data set '{name}' has .*{words}"):
+        make(**changes)
+
+
+def test_arrays_tell_their_kind_their_goal_and_what_they_offer_a_model() -> None:
+    assert (small().kind, lines().kind, numbers().kind) == ("images", "sequences", "numbers")
+    assert lines(x=lines().x.long(), test_x=lines().x.long()).kind == "sequences"
+    assert small(x=torch.zeros(3, 1, 2, 2), test_x=torch.zeros(3, 1, 2, 2)).kind == "numbers"
+    assert (small().goal, numbers().goal, lines(objective=NEXT).goal) == (CLASSIFY, REGRESS, NEXT)
+    assert small().offers == {"shape": (1, 2, 2), "channels": 1, "height": 2, "width": 2, "classes": 2}
+    assert lines().offers == {"shape": (2,), "tokens": 4, "length": 2, "classes": 2}
+    assert numbers().offers == {"shape": (2,), "outputs": 1}
+    assert numbers(y=torch.zeros(3, 4, 2), test_y=torch.zeros(3, 4, 2)).offers["outputs"] == 8
+    assert (small().samples, small().tests, small().kinds) == (3, 3, 2)
+
+
+def test_arrays_tell_their_classes_and_owners_in_numpy() -> None:
+    assert small().class_labels(needed=False).tolist() == [0, 1, 1]
+    by_position = torch.tensor([[0, 1], [1, 0], [1, 1]])
+    assert lines(y=by_position, test_y=by_position).class_labels(needed=True).tolist() == [1, 0, 1], "the last position"
+    assert numbers().class_labels(needed=True) is None
+    assert small().owners.tolist() == [1, 0, 1] and lines().owners is None
 
 
 def test_load_knows_its_names() -> None:
-    with pytest.raises(UserError, match="unknown data set 'fmnst'; did you mean 'fmnist'"):
+    with pytest.raises(UserError, match="unknown data set 'fmnst'; did you mean 'fmnist'.*own as package.module:name"):
         load("fmnst", None)
     assert {"glyphs", "mnist", "fmnist"} <= set(DATASETS)
 
 
-def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert cache_folder() == tmp_path / "cache"
-    monkeypatch.delenv("FEDMPI_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache_folder() == tmp_path / "xdg" / "fedmpi"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_folder() == tmp_path / ".cache" / "fedmpi"
-    assert vision.data_root(None) == tmp_path / ".cache" / "fedmpi" / "data"
-    monkeypatch.setenv("FEDMPI_DATA", str(tmp_path / "data"))
-    assert vision.data_root(None) == tmp_path / "data"
-    assert vision.data_root(tmp_path) == tmp_path
+@pytest.mark.parametrize("name", sorted(DATASETS))
+def test_every_row_of_the_table_tells_what_it_is_and_where_it_comes_from(name: str, tmp_path: Path) -> None:
+    row = find_data(name)
+    source = row.source(tmp_path)
+    assert row.about and row.model and row.classes >= 1
+    assert source.generated or (source.find(tmp_path) == [] and "{root}" in source.wanted)
+    assert str(tmp_path / "x") in source.wanted.format(root=tmp_path / "x") or source.generated
 
 
 # --- glyphs
@@ -109,8 +182,8 @@ def default_glyphs(tmp_path_factory: pytest.TempPathFactory) -> Arrays:
     return glyphs.glyphs(tmp_path_factory.mktemp("glyphs"))
 
 
-def few(cache: Path, **kw: Any) -> Arrays:
-    return glyphs.glyphs(cache, **({"train": 300, "test": 50, "writers": 20} | kw))
+def few(root: Path, **kw: Any) -> Arrays:
+    return glyphs.glyphs(root, **({"train": 300, "test": 50, "writers": 20} | kw))
 
 
 def sha(*tensors: torch.Tensor) -> str:
@@ -156,89 +229,22 @@ def test_glyphs_can_be_learned_but_not_by_a_mean_picture(default_glyphs: Arrays)
     assert 0.5 < accuracy < 0.85
 
 
-def test_seed_and_sizes_matter_and_the_cache_does_not(tmp_path: Path) -> None:
-    first, cached = few(tmp_path), few(tmp_path)
-    assert first.owner is not None and cached.owner is not None
-    content = [sha(d.x, d.y, d.test_x, d.test_y) for d in (first, cached, few(tmp_path, seed=1), few(tmp_path / "b"))]
+def test_seed_and_sizes_matter_and_where_it_is_kept_does_not(tmp_path: Path) -> None:
+    first, again = few(tmp_path), few(tmp_path)
+    assert first.owner is not None and again.owner is not None
+    content = [sha(d.x, d.y, d.test_x, d.test_y) for d in (first, again, few(tmp_path, seed=1), few(tmp_path / "b"))]
     assert content[0] == content[1] == content[3] != content[2]
-    assert torch.equal(first.owner, cached.owner)
+    assert torch.equal(first.owner, again.owner)
     assert len(few(tmp_path, train=301).x) == 301
     assert len(first.owner.bincount()) == 20
-    names = sorted(p.name for p in tmp_path.glob("*.safetensors"))
-    assert len(names) == 3 and all(f"-v{glyphs.VERSION}-" in name for name in names)
+    names = sorted(p.name for p in (tmp_path / "prepared").glob("*.safetensors"))
+    assert len(names) == 3 and all(name.endswith(f"-v{glyphs.VERSION}.safetensors") for name in names)
 
 
-def test_cached_glyphs_are_mapped_private(tmp_path: Path) -> None:
+def test_prepared_glyphs_are_not_drawn_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     few(tmp_path)
-    cached = few(tmp_path)
-    before = cached.x.clone()
-    cached.x.fill_(7)  # must not reach the file
-    assert torch.equal(few(tmp_path).x, before)
-    maps = Path("/proc/self/maps")
-    if maps.exists():
-        assert "glyphs-v" in maps.read_text()
-
-
-def test_the_cache_file_can_be_shared_as_the_umask_says(tmp_path: Path) -> None:
-    before = os.umask(0o027)
-    try:
-        few(tmp_path)
-    finally:
-        os.umask(before)
-    (path,) = tmp_path.glob("*.safetensors")
-    assert stat.S_IMODE(path.stat().st_mode) == 0o640
-
-
-def damage_middle(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        damage_middle,
-        lambda path: path.write_bytes(path.read_bytes()[:-1000]),
-        lambda path: path.write_bytes(b""),
-        lambda path: path.write_text("not a safetensors file at all"),
-    ],
-    ids=["a bit", "cut", "empty", "text"],
-)
-def test_a_damaged_cache_is_drawn_again(tmp_path: Path, damage: Any, caplog: pytest.LogCaptureFixture) -> None:
-    good = sha(few(tmp_path).x)
-    (path,) = tmp_path.glob("*.safetensors")
-    damage(path)
-    assert sha(few(tmp_path).x) == good
-    assert "again" in caplog.text
-    caplog.clear()
-    assert sha(few(tmp_path).x) == good
-    assert not caplog.records, "the file was repaired"
-
-
-def test_an_unwritable_cache_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "file").write_text("in the way")  # a folder below a file cannot be made, not even by root
-    caplog.set_level(logging.WARNING)
-    assert len(few(tmp_path / "file" / "cache").x) == 300
-    assert [r.levelname for r in caplog.records] == ["WARNING"]
-    assert "cannot keep the glyphs" in caplog.text
-
-
-def test_ranks_that_start_together_draw_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[int] = []
-    real = glyphs._draw
-
-    def draw(*args: int) -> dict[str, torch.Tensor]:
-        drawn.append(1)
-        time.sleep(0.1)
-        return real(*args)
-
-    monkeypatch.setattr(glyphs, "_draw", draw)
-    with ThreadPoolExecutor(4) as pool:
-        found = {sha(d.x) for d in pool.map(lambda _: few(tmp_path), range(4))}
-    assert len(found) == 1
-    assert len(drawn) == 1
-    assert not list(tmp_path.glob(".glyphs*")), "no temporary file is left"
+    monkeypatch.setattr(glyphs, "draw", lambda *args: pytest.fail("drawn again"))
+    assert len(few(tmp_path).x) == 300
 
 
 @pytest.mark.parametrize(
@@ -248,26 +254,6 @@ def test_ranks_that_start_together_draw_once(tmp_path: Path, monkeypatch: pytest
 def test_glyphs_refuses_impossible_sizes(tmp_path: Path, kw: dict[str, int], words: str) -> None:
     with pytest.raises(UserError, match=words):
         few(tmp_path, **kw)
-
-
-def test_the_lock_tells_whether_another_wrote(tmp_path: Path) -> None:
-    path = tmp_path / "lock"
-
-    def wait() -> bool:
-        with locked(path) as written:
-            return written
-
-    with ThreadPoolExecutor(1) as pool:
-        with locked(path) as written:
-            assert not written
-            waiting = pool.submit(wait)
-            time.sleep(0.1)
-            assert not waiting.done()
-            path.write_text("note")
-        assert waiting.result(timeout=5)
-    assert not wait()
-    with locked(tmp_path / "no folder" / "lock") as written:
-        assert not written
 
 
 # --- idx files
@@ -310,14 +296,15 @@ def test_idx_files_are_read_packed_or_not(tmp_path: Path, packed: bool) -> None:
 
 
 def test_reading_needs_no_writing(tmp_path: Path) -> None:
-    raw = put(tmp_path, packed=True)
-    before = sorted(tmp_path.rglob("*"))
-    for path in (raw, raw.parent, tmp_path):
+    root = tmp_path / "root"
+    raw = put(root, packed=True)
+    before = sorted(root.rglob("*"))
+    for path in (raw, raw.parent, root):
         path.chmod(stat.S_IRUSR | stat.S_IXUSR)
-    load("mnist", str(tmp_path))
-    for path in (tmp_path, raw.parent, raw):
+    load("mnist", str(root))
+    for path in (root, raw.parent, raw):
         path.chmod(stat.S_IRWXU)
-    assert sorted(tmp_path.rglob("*")) == before
+    assert sorted(root.rglob("*")) == before
 
 
 def test_the_root_may_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,10 +318,10 @@ def test_fmnist_is_found_in_the_system_and_root_comes_first(tmp_path: Path, monk
     monkeypatch.setattr(vision, "FMNIST", vision.FMNIST._replace(system=raw))
     monkeypatch.setenv("FEDMPI_DATA", str(tmp_path / "root"))
     assert len(load("fmnist").x) == 6
-    assert not (tmp_path / "root").exists()
+    assert not (tmp_path / "root" / "FashionMNIST").exists()
     monkeypatch.setenv("FEDMPI_OFFLINE", "1")
     with pytest.raises(UserError, match="data set 'fmnist' is not under"):
-        load("fmnist", str(tmp_path / "root"))  # who names a folder means that folder
+        load("fmnist", str(tmp_path / "other"))  # who names a folder means that folder
     mine = put(tmp_path / "root", packed=False, folder="FashionMNIST")
     (mine / vision.FILES[0]).write_bytes(contents(n=2)[0])
     (mine / vision.FILES[1]).write_bytes(contents(n=2)[1])
@@ -375,43 +362,47 @@ def test_unsound_packing_is_refused_by_name(tmp_path: Path, change: Any) -> None
 # --- downloads
 
 
-class FakeMNIST:
-    """Stands for torchvision's class: writes the files slowly into the root it is given."""
+class Server:
+    """Stands for torchvision's servers and its list of files: hands the tiny MNIST out, slowly."""
 
-    mirrors = ["http://127.0.0.1:9/"]
-    calls: list[str] = []
-    fails = False
+    mirrors = ["http://127.0.0.1:9/", "http://127.0.0.1:10/"]
+    resources = [(f"{name}.gz", "an md5") for name in vision.FILES]
 
-    def __init__(self, root: str, download: bool) -> None:
-        assert download
-        self.calls.append(root)
-        time.sleep(0.2)
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.fails = ""
+
+    def fetch_file(self, urls: list[str], target: Path, md5: str) -> None:
+        assert urls == [f"{mirror}{target.name}" for mirror in self.mirrors] and md5 == "an md5"
+        self.asked.append(target.name)
+        time.sleep(0.1)
         if self.fails:
-            raise RuntimeError("Error downloading train-images:\nTried a mirror, got: nothing")
-        put(Path(root), packed=False)
+            raise ConnectionError(self.fails)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(gzip.compress(contents()[vision.FILES.index(target.name.removesuffix(".gz"))]))
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeMNIST]:
-    """torchvision with a fake MNIST and servers that answer."""
-    kind = type("FakeMNIST", (FakeMNIST,), {"calls": [], "fails": False})
-    monkeypatch.setattr(vision, "import_torchvision", lambda: SimpleNamespace(datasets=SimpleNamespace(MNIST=kind)))
-    monkeypatch.setattr(vision, "_probe", lambda urls: None)
-    return kind
+def server(monkeypatch: pytest.MonkeyPatch) -> Server:
+    """A server in place of torchvision's."""
+    server = Server()
+    sets = SimpleNamespace(MNIST=server, FashionMNIST=server)
+    monkeypatch.setattr(vision, "import_torchvision", lambda: SimpleNamespace(datasets=sets))
+    monkeypatch.setattr(vision, "fetch_file", server.fetch_file)
+    return server
 
 
-def test_ranks_that_start_together_download_once(tmp_path: Path, fake: type[FakeMNIST]) -> None:
+def test_ranks_that_start_together_download_once(tmp_path: Path, server: Server) -> None:
+    root = tmp_path / "new"
     with ThreadPoolExecutor(4) as pool:
-        sizes = [len(d.x) for d in pool.map(lambda _: load("mnist", str(tmp_path / "new")), range(4))]
+        sizes = [len(d.x) for d in pool.map(lambda _: load("mnist", str(root)), range(4))]
     assert sizes == [6] * 4
-    assert len(fake.calls) == 1
-    assert fake.calls[0] != str(tmp_path / "new"), "fetched aside, then renamed"
-    assert sorted(p.name for p in (tmp_path / "new").iterdir()) == [".mnist.lock", "MNIST"]
-    assert socket.getdefaulttimeout() is None
+    assert sorted(server.asked) == sorted(f"{name}.gz" for name in vision.FILES)
+    assert sorted(path.name for path in root.iterdir()) == ["MNIST", "prepared"]
 
 
-def test_ranks_that_start_together_fail_once(tmp_path: Path, fake: type[FakeMNIST]) -> None:
-    fake.fails = True
+def test_ranks_that_start_together_fail_once(tmp_path: Path, server: Server) -> None:
+    server.fails = "Error downloading train-images:\nTried a mirror, got: nothing"
 
     def attempt(_: int) -> str:
         with pytest.raises(UserError) as caught:
@@ -419,48 +410,55 @@ def test_ranks_that_start_together_fail_once(tmp_path: Path, fake: type[FakeMNIS
         return str(caught.value)
 
     with ThreadPoolExecutor(4) as pool:
-        messages = list(pool.map(attempt, range(4)))
-    assert len(fake.calls) == 1
-    assert sum("Error downloading train-images)" in m for m in messages) == 1
-    assert sum("failed in another process" in m for m in messages) == 3
-    assert "\n" not in "".join(messages)
+        (said,) = set(pool.map(attempt, range(4)))
+    assert len(server.asked) == 1
+    assert "and the download failed (Error downloading train-images)" in said and "\n" not in said
+    assert "put the four files" in said and f"{tmp_path}/MNIST/raw" in said
     attempt(0)
-    assert len(fake.calls) == 2, "a later run tries again"
+    assert len(server.asked) == 2, "a later run tries again"
 
 
-def test_offline_names_the_ways_out(tmp_path: Path, fake: type[FakeMNIST], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_names_the_ways_out(tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDMPI_OFFLINE", "1")
     monkeypatch.setattr(vision, "FMNIST", vision.FMNIST._replace(system=None))
+    root = tmp_path / "root"
+    root.mkdir()
     with pytest.raises(
         UserError, match="data set 'fmnist' is not under .*OFFLINE.*dataset-fashion-mnist.*FashionMNIST/raw"
     ):
-        load("fmnist", str(tmp_path))
+        load("fmnist", str(root))
     with pytest.raises(UserError, match="train-images-idx3-ubyte.*MNIST/raw"):
-        load("mnist", str(tmp_path))
-    assert not fake.calls
-    assert not list(tmp_path.iterdir())
+        load("mnist", str(root))
+    assert not server.asked
+    assert not list(root.rglob("*.gz"))
 
 
-def test_a_root_that_cannot_be_made_is_the_users_to_mend(tmp_path: Path, fake: type[FakeMNIST]) -> None:
+def test_a_root_that_cannot_be_made_is_the_users_to_mend(tmp_path: Path, server: Server) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(UserError, match="cannot be made"):
+    with pytest.raises(UserError, match="file/root: there is no such folder"):
         load("mnist", str(tmp_path / "file" / "root"))
-    assert not fake.calls
+    with pytest.raises(UserError, match="--data_root .*file|cannot be made"):
+        load("mnist", str(tmp_path / "file"))
+    assert not server.asked
 
 
 def test_a_silent_network_is_given_up_soon() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:  # connects, and never answers
-        start = time.monotonic()
-        with pytest.raises(ConnectionError, match="no answer|timed out"):
-            vision._probe([f"http://127.0.0.1:{silent.getsockname()[1]}/"] * 9, seconds=0.3)
-        assert time.monotonic() - start < 2
+        with pytest.raises(ConnectionError, match="no answer|timed out"):  # or the test's time is over
+            fetch.probe([f"http://127.0.0.1:{silent.getsockname()[1]}/"] * 2000, seconds=0.3)
 
 
 def test_a_closed_network_is_told_by_its_reason() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         with pytest.raises(ConnectionError, match="refused"):
-            vision._probe([f"http://127.0.0.1:{unused.getsockname()[1]}/"], seconds=5)
+            fetch.probe([f"http://127.0.0.1:{unused.getsockname()[1]}/"], seconds=5)
+
+
+def test_an_address_that_is_none_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConnectionError, match="unknown url type"):
+        fetch.fetch_file(["nonsense"], tmp_path / "file", "")
+    assert not list(tmp_path.iterdir())
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
@@ -468,29 +466,70 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
         pass
 
 
-@pytest.fixture
-def mirror(shared_mnist: Path) -> Iterator[str]:
-    """A server of this machine that has the four packed files of MNIST."""
-    handler = functools.partial(Quiet, directory=str(shared_mnist / "MNIST" / "raw"))
+def serve(folder: Path) -> Iterator[str]:
+    """A server of this machine that has the files of a folder, as long as it is needed."""
+    handler = functools.partial(Quiet, directory=str(folder))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/"
         server.shutdown()
 
 
+@pytest.fixture
+def mirror(shared_mnist: Path) -> Iterator[str]:
+    """A server that has the four packed files of MNIST."""
+    yield from serve(shared_mnist / "MNIST" / "raw")
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[str]:
+    """A server that has one small file."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "file").write_bytes(b"content")
+    yield from serve(tmp_path / "site")
+
+
+CONTENT_MD5 = hashlib.md5(b"content").hexdigest()
+
+
+def test_a_file_is_fetched_from_the_first_address_that_has_it(
+    tmp_path: Path, site: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "new" / "folder" / "file"
+    fetch.fetch_file([f"{site}nothing/here", f"{site}file"], target, CONTENT_MD5)
+    assert target.read_bytes() == b"content" and [path.name for path in target.parent.iterdir()] == ["file"]
+    assert capfd.readouterr().err == "", "no progress bar in a log file"
+    assert socket.getdefaulttimeout() is None
+
+
+def test_a_file_with_another_md5_is_not_kept(tmp_path: Path, site: str) -> None:
+    target = tmp_path / "folder" / "file"
+    with pytest.raises(ConnectionError, match=f"{site}file: .*(corrupt|not found)"):
+        fetch.fetch_file([f"{site}file"], target, "0" * 32)
+    assert not list(target.parent.iterdir())
+
+
+def test_where_no_address_has_the_file_each_is_told(tmp_path: Path, site: str) -> None:
+    with pytest.raises(ConnectionError, match="one: HTTP Error 404.*; .*two: HTTP Error 404"):
+        fetch.fetch_file([f"{site}one", f"{site}two"], tmp_path / "folder" / "file", CONTENT_MD5)
+    assert not list((tmp_path / "folder").iterdir())
+
+
 def test_torchvision_downloads_into_a_new_root(tmp_path: Path, mirror: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vision.import_torchvision().datasets.MNIST, "mirrors", [mirror])
-    assert load("mnist", str(tmp_path)).x.shape == (60_000, 1, 28, 28)
-    assert sorted(p.name for p in (tmp_path / "MNIST" / "raw").iterdir()) == sorted(vision.FILES)
+    monkeypatch.setattr(import_torchvision().datasets.MNIST, "mirrors", [mirror])
+    root = tmp_path / "root"
+    assert load("mnist", str(root)).x.shape == (60_000, 1, 28, 28)
+    raw = root / "MNIST" / "raw"
+    assert sorted(p.name for p in raw.iterdir()) == sorted(f"{name}.gz" for name in vision.FILES)
     monkeypatch.setenv("FEDMPI_OFFLINE", "1")
-    assert len(load("mnist", str(tmp_path)).test_x) == 10_000
+    assert len(load("mnist", str(root)).test_x) == 10_000
 
 
 # --- the real data
 
 
-def test_mnist_is_mnist(shared_mnist: Path) -> None:
-    d = load("mnist", str(shared_mnist))
+def test_mnist_is_mnist(mnist_root: Path) -> None:
+    d = load("mnist", str(mnist_root))
     assert d.y.bincount().tolist() == [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
     assert d.test_y.bincount().tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
     pixels = d.x.float() / 255
@@ -501,16 +540,34 @@ def test_mnist_is_mnist(shared_mnist: Path) -> None:
     assert (d.mean, d.std) == ((0.1307,), (0.3081,))
 
 
-def test_fmnist_of_debian_is_found() -> None:
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("file", [2, 3])
+def test_a_file_of_the_published_size_must_be_the_published_one(mnist_root: Path, file: int, packed: bool) -> None:
+    raw = mnist_root / "MNIST" / "raw"
+    good = raw / f"{vision.FILES[file]}.gz"
+    content = bytearray(gzip.decompress(good.read_bytes()))
+    assert len(content) == vision.SIZES[file]
+    content[-1] ^= 1  # of the last pixel, or the last label: 6 becomes 7, still a digit
+    good.unlink()
+    bad = good if packed else raw / vision.FILES[file]
+    bad.write_bytes(gzip.compress(content, 1) if packed else content)
+    with pytest.raises(UserError, match="is damaged: its SHA-256 is not that of the published file") as caught:
+        load("mnist", str(mnist_root))
+    assert str(caught.value).startswith(f"{bad} ")
+
+
+def test_fmnist_of_debian_is_found(tmp_path: Path) -> None:
     assert vision.FMNIST.system is not None
     need("data", vision.FMNIST.system.is_dir(), "the Debian package dataset-fashion-mnist is not installed")
     d = load("fmnist")
-    assert d.y.bincount().tolist() == [6000] * 10
+    assert d.y.bincount().tolist() == [6000] * 10 and d.test_y.bincount().tolist() == [1000] * 10
     pixels = d.x.float() / 255
     assert (pixels.mean().item(), pixels.std().item()) == (
         pytest.approx(d.mean[0], abs=1e-4),
         pytest.approx(d.std[0], abs=1e-4),
     )
+    assert list((tmp_path / "cache" / "data" / "prepared").glob("fmnist*.safetensors")), "prepared in the user's cache"
+    assert data_root(None) == tmp_path / "cache" / "data"
 
 
 # --- torchvision on both kinds of machine
@@ -526,7 +583,7 @@ def python(code: str) -> str:
 
 def test_torchvision_imports_in_a_fresh_process() -> None:
     code = """
-from fedmpi.data.vision import import_torchvision
+from fedmpi.imports import import_torchvision
 tv = import_torchvision()
 assert import_torchvision() is tv
 print(tv.datasets.MNIST.__name__)
@@ -540,7 +597,7 @@ try:
     import torchvision as plain
 except RuntimeError:
     plain = None
-from fedmpi.data.vision import import_torchvision
+from fedmpi.imports import import_torchvision
 tv = import_torchvision()
 assert plain is None or plain is tv
 print(tv.datasets.FashionMNIST.__name__)
@@ -551,13 +608,13 @@ print(tv.datasets.FashionMNIST.__name__)
 def test_operators_that_are_there_are_not_declared_again() -> None:
     code = """
 import torch
-from fedmpi.data import vision
+from fedmpi import imports
 healthy = torch.library.Library("torchvision", "FRAGMENT")
 def load_operators():
     for name in ("nms", "qnms"):
         healthy.define(name + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-vision._load_operators = load_operators
-vision.import_torchvision()
-print(len(vision._declared))
+imports._load_operators = load_operators
+imports.import_torchvision()
+print(len(imports._declared))
 """
     assert python(code) == "0"

@@ -28,7 +28,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_package_needs_neither_mpi_nor_submitit() -> None:
-    everything = "from fedmpi import cli, compare, evaluate, log, options, reduce, run, server, train"
+    everything = "from fedmpi import api, cli, compare, data, evaluate, feed, log, options, reduce, rounds, run, server"
     done = run(f"{WITHOUT}{everything}; print('imported')")
     assert done.stdout == "imported\n", done.stderr
 

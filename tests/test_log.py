@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from fedmpi.errors import UserError
 from fedmpi.log import Log, line, record, set_up, sink_names
-from fedmpi.train import Report
+from fedmpi.rounds import Report
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def report(round: int = 3, **changes: Any) -> Report:
         agreement=0.5,
         bytes_sent=12_345,
         seconds=seconds,
-        test_accuracy=0.7131,
+        test_metric=0.7131,
         test_loss=0.91249,
     )
     return Report(**fields | changes)
@@ -62,7 +62,7 @@ def test_a_round_in_one_line() -> None:
 
 
 def test_a_round_that_was_not_scored_shows_no_score() -> None:
-    said = line(report(test_accuracy=None, test_loss=None), 5)
+    said = line(report(test_metric=None, test_loss=None), 5)
     assert said.startswith("round 3/5  train 1.2500  kept") and "acc" not in said
 
 
@@ -141,7 +141,7 @@ def test_every_round_is_a_line_of_json_at_once(tmp_path: Path) -> None:
 def test_tensorboard_reads_the_same_numbers(tmp_path: Path) -> None:
     rounds = [
         report(round=1),
-        report(round=2, test_accuracy=None, test_loss=None),
+        report(round=2, test_metric=None, test_loss=None),
         report(round=3, train_loss=math.nan),
     ]
     with Log(tmp_path, rounds=3, sinks=["tensorboard"], speaks=True) as log:

@@ -18,7 +18,7 @@ from fedmpi.cohort import draw
 from fedmpi.errors import RunError
 from fedmpi.local import Descent, Job, LocalResult, LocalRule, scaffold
 from fedmpi.memory import Memory
-from fedmpi.train import State
+from fedmpi.rounds import State
 
 PARAMS = tasks(1, plain_model)[0].layout.params
 LENGTH = 1024  # a row of one name is a page of 4096 bytes

@@ -26,9 +26,9 @@ from fedmpi.errors import CommonError, UserError
 from fedmpi.ledger import Ledger
 from fedmpi.local import LocalResult, LocalRule
 from fedmpi.models import find_model
+from fedmpi.rounds import begin, take_meta_step
 from fedmpi.run import load_data, prepare
 from fedmpi.task import Task
-from fedmpi.train import begin, take_meta_step
 
 META = np.random.default_rng(1).choice(sum(SIZES), 23, replace=False)
 
@@ -127,7 +127,7 @@ def test_a_diverged_model_fails_on_every_rank_with_the_same_sentence(size: int, 
         if spoil == "nan":
             state.model_N[0] = float("nan")
         else:
-            task.scale.mul_(1e9)  # a gradient is as large as the images are
+            task.feed.scale.mul_(1e9)  # a gradient is as large as the images are
         before = state.model_N.clone()
         ledger = Ledger(comm, algo, task.layout, 5, "exact", len(SIZES))
         with pytest.raises(CommonError) as told:
@@ -256,7 +256,7 @@ def test_the_held_out_set_is_written_with_the_partition(tmp_path: Path, capsys: 
 def recall(out: Path) -> list[float]:
     """The share of each class of the test set that a run's model finds."""
     data = tiny()
-    model = find_model("logistic").make(1, 12, 12, CLASSES)
+    model = find_model("logistic").make(tuple(data.x.shape[1:]), CLASSES)
     model.load_state_dict(load_file(out / "model.safetensors"))
     images = (data.test_x.float() / 255 - data.mean[0]) / data.std[0]
     with torch.no_grad():

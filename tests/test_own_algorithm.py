@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -18,13 +17,12 @@ from conftest import REPO
 from safetensors.torch import load_file
 from shell import ALONE, CPU, metrics, sandbox
 
-from fedmpi import run as runs
 from fedmpi.comm import SoloComm
 from fedmpi.comm.threads import run_threads
 from fedmpi.errors import UserError
 from fedmpi.options import parse
+from fedmpi.rounds import Report
 from fedmpi.run import Prepared, prepare, run
-from fedmpi.train import Report
 
 PAGE = (REPO / "docs" / "own-algorithm.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
@@ -49,16 +47,9 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     """The page's files in the current folder, the tiny data in the table; no trace of the module afterwards."""
     (tmp_path / "my_rules.py").write_text("\n\n".join(b for b in BLOCKS if not b.startswith(TEST)))
     (tmp_path / "test_my_rules.py").write_text("\n\n".join(b for b in BLOCKS if b.startswith(TEST)))
-    lock, make_task = threading.Lock(), runs.make_task
-
-    def one_at_a_time(*given: object) -> object:
-        with lock:  # ranks are threads here, and torch's seed belongs to the process
-            return make_task(*given)
-
     with sandbox() as patch:
         patch.chdir(tmp_path)
         patch.setattr(sys, "path", [*sys.path])
-        patch.setattr(runs, "make_task", one_at_a_time)
         patch.setattr(sys, "dont_write_bytecode", True)
         yield tmp_path
     for name in ("my_rules", "test_my_rules"):
@@ -72,7 +63,7 @@ def prepared(choice: str, out: str) -> Prepared:
 def on_ranks(size: int, choice: str, out: str) -> Report:
     """The last report of a run on thread ranks."""
     ready = prepared(choice, out)
-    return run_threads(size, lambda comm: run(ready, comm, ALONE, CPU, {}))[0]
+    return run_threads(size, lambda comm: run(ready, comm, ALONE, CPU, {}))[0].last
 
 
 def numbers(out: Path) -> list[dict[str, Any]]:
@@ -93,7 +84,7 @@ def test_the_page_has_the_blocks_that_it_speaks_of() -> None:
 
 @pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES)
 def test_a_users_rules_give_the_same_bits_alone_and_on_any_number_of_ranks(choice: str, folder: Path) -> None:
-    report = run(prepared(choice, "alone"), SoloComm(), ALONE, CPU, {})
+    report = run(prepared(choice, "alone"), SoloComm(), ALONE, CPU, {}).last
     assert report.clients == 5 and not report.dropped
     model = (folder / "alone" / "model.safetensors").read_bytes()
     told = numbers(folder / "alone")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from fedmpi.errors import UserError
 from fedmpi.local import LocalKnobs, LocalRule, make_local
 from fedmpi.masks import Mask, make_mask
 from fedmpi.options import parse
-from fedmpi.plugins import find, import_path
+from fedmpi.plugins import call_with, find, import_path
 from fedmpi.run import prepare
 from fedmpi.server import ServerKnobs, make_server
 
@@ -402,3 +404,60 @@ def test_a_rule_or_row_that_would_train_wrongly_is_refused(
     with pytest.raises(UserError) as told:
         prepare(parse(option.split()))
     assert sentence in str(told.value)
+
+
+# Functions that take what they name of what is offered
+
+
+OFFERED = {"channels": 3, "classes": 10}
+
+
+def takes_some(classes: int) -> int:
+    return classes
+
+
+def takes_all(channels: int, *, classes: int, spare: str = "x", **more: int) -> tuple[object, ...]:
+    return channels, classes, spare, more
+
+
+class Takes:
+    def __init__(self, channels: int = 7, other: int = 1) -> None:
+        self.got = channels, other
+
+
+def test_a_function_gets_what_its_parameters_name_and_nothing_else() -> None:
+    assert call_with("model", "m", takes_some, OFFERED) == 10
+    assert call_with("model", "m", takes_all, OFFERED) == (3, 10, "x", {})
+    assert call_with("model", "m", Takes, OFFERED).got == (3, 1), "an offer comes before a default"
+    assert call_with("model", "m", Takes, {}).got == (7, 1)
+    assert call_with("model", "m", lambda: 5, OFFERED) == 5
+    assert call_with("model", "m", partial(takes_all, 4), {"classes": 2}) == (4, 2, "x", {})
+
+
+@pytest.mark.parametrize(
+    ("make", "offered", "sentence"),
+    [
+        (7, OFFERED, "model 'm' is int; it must be a function or a class"),
+        (
+            lambda width, depth, classes: 0,
+            OFFERED,
+            "model 'm' asks for width, depth; there is channels, classes to ask for by these names, and other "
+            "parameters need a default",
+        ),
+        (takes_some, {}, "model 'm' asks for classes; there is nothing to ask for by these names"),
+        (lambda: 1 / 0, OFFERED, "model 'm' raised ZeroDivisionError: division by zero"),
+        (lambda: sys.exit(4), OFFERED, "model 'm' raised SystemExit: 4"),
+    ],
+)
+def test_a_function_that_cannot_be_called_with_the_offers_is_told(make: Any, offered: dict, sentence: str) -> None:
+    with pytest.raises(UserError) as caught:
+        call_with("model", "m", make, offered)
+    assert str(caught.value).startswith(sentence)
+
+
+def test_a_sentence_of_the_functions_own_is_passed_on() -> None:
+    def refuses() -> None:
+        raise UserError("my own sentence")
+
+    with pytest.raises(UserError, match="^my own sentence$"):
+        call_with("model", "m", refuses, OFFERED)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 import yaml
 from conftest import rank_environment
 from safetensors.torch import load_file
-from shell import ALONE, CLASSES, CPU, SIDE, metrics, sandbox, settings_of, tiny, train, without_seconds
+from shell import ALONE, CLASSES, CPU, data_row, metrics, sandbox, settings_of, tiny, train, without_seconds
 
 from fedmpi import config, data
 from fedmpi.algorithms import ALGORITHMS
@@ -29,9 +29,10 @@ from fedmpi.config import Config, Eval, Local, Meta, Server, Skew
 from fedmpi.data.splits import split
 from fedmpi.errors import RunError, UserError
 from fedmpi.memory import Memory
-from fedmpi.models import find_model
+from fedmpi.models import find_model, make_model
 from fedmpi.options import parse
 from fedmpi.run import check_folder, make_folder, prepare, run, same_everywhere
+from fedmpi.task import Scored, choose_tests
 
 FILES = {"config.yaml", "environment.json", "partition.json", "metrics.jsonl", "model.safetensors", "finished.json"}
 KEYS = {
@@ -104,9 +105,9 @@ def test_rounds_between_evaluations_are_not_scored_but_the_last_is(tmp_path: Pat
 @pytest.mark.parametrize("name", ["logistic", "lenet"])
 def test_the_model_loads_into_plain_torch_and_scores_what_was_reported(tmp_path: Path, name: str) -> None:
     report = train(settings_of(tmp_path, model=name, rounds=6))
-    model = find_model(name).make(1, SIDE, SIDE, CLASSES)
-    model.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=True)
     arrays = tiny()
+    model = make_model(name, find_model(name), arrays.offers, "tiny")
+    model.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=True)
     images = (arrays.test_x.float() / 255 - arrays.mean[0]) / arrays.std[0]
     with torch.no_grad():
         logits = model.eval()(images)
@@ -246,6 +247,50 @@ def test_scoring_less_often_or_in_other_blocks_changes_no_model(tmp_path: Path) 
     assert often.test_accuracy == seldom.test_accuracy
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+def test_fewer_test_samples_are_always_the_same_ones(tmp_path: Path, seed: int) -> None:
+    cfg = settings_of(tmp_path / "few", seed=seed, rounds=1, eval=Eval(batch=7, samples=20))
+    report = train(cfg)
+    train(settings_of(tmp_path / "all", seed=seed, rounds=1))
+    assert sha256(tmp_path / "few") == sha256(tmp_path / "all"), "what is scored changes no model"
+    some, arrays = choose_tests(60, 20), tiny()
+    model = make_model("logistic", find_model("logistic"), arrays.offers, "tiny")
+    model.load_state_dict(load_file(tmp_path / "few" / "model.safetensors"))
+    with torch.no_grad():
+        logits = model((arrays.test_x[some].float() / 255 - arrays.mean[0]) / arrays.std[0])
+    assert report.test_accuracy == int((logits.argmax(1) == arrays.test_y[some]).sum()) / 20
+    assert report.test_loss == pytest.approx(float(F.cross_entropy(logits, arrays.test_y[some])), abs=1e-5)
+    together = run_threads(3, lambda comm: run(prepare(replace(cfg, out=str(tmp_path / "3"))), comm, ALONE, CPU, {}))
+    assert [(r.last.test_metric, r.last.test_loss) for r in together] == [(report.test_metric, report.test_loss)] * 3
+
+
+def test_more_test_samples_than_there_are_is_all_of_them(tmp_path: Path) -> None:
+    reports = [train(settings_of(tmp_path / str(n), eval=Eval(samples=n))) for n in (None, 60, 1000)]
+    assert len({(r.test_metric, r.test_loss) for r in reports}) == 1
+
+
+def test_the_data_sets_own_augmentation_is_used_unless_another_is_given(
+    tmp_path: Path, patch: pytest.MonkeyPatch
+) -> None:
+    patch.setitem(data.DATASETS, "flipped", data_row(lambda root: replace(tiny(), augment="flip")))
+    shas = {}
+    for name, given in (("tiny", None), ("tiny", "flip"), ("flipped", None), ("flipped", "none"), ("tiny", "crop:1")):
+        train(settings_of(tmp_path / f"{name}-{given}", data=name, augment=given))
+        shas[name, given] = sha256(tmp_path / f"{name}-{given}")
+    assert shas["flipped", None] == shas["tiny", "flip"] and shas["flipped", "none"] == shas["tiny", None]
+    assert len(set(shas.values())) == 3
+    train(parse(["--config", str(tmp_path / "tiny-flip" / "config.yaml"), "--out", str(tmp_path / "again")]))
+    assert sha256(tmp_path / "again") == shas["tiny", "flip"]
+
+
+def test_model_and_skew_are_those_of_the_data_set_unless_given(patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(data.DATASETS, "own", replace(data_row(tiny), model="logistic", classes=7))
+    cfg = prepare(Config(data="own")).cfg
+    assert (cfg.model, cfg.skew.classes) == ("logistic", 7)
+    cfg = prepare(Config(data="own", model="lenet", skew=Skew(classes=3))).cfg
+    assert (cfg.model, cfg.skew.classes) == ("lenet", 3)
+
+
 def test_the_mask_and_tau_change_the_model_and_tau_0_is_the_mean(tmp_path: Path) -> None:
     shas = {}
     for mask, tau in [("mean", 0.9), ("gma", 0.9), ("and", 0.9), ("gma", 0.0), ("and", 0.0)]:
@@ -331,7 +376,10 @@ def test_a_folder_that_cannot_be_read_is_refused(tmp_path: Path, patch: pytest.M
         ({"data": "mnist"}, "data set 'mnist' is not under .*FEDMPI_OFFLINE forbids a download"),
         ({"clients": 201}, "201 clients"),
         ({"split": "natural", "clients": 21}, "21 clients, but the data have 20 owners"),
-        ({"data": "small", "model": "lenet"}, "lenet needs images of at least 12x12; these are 5x5"),
+        ({"split": "natural", "skew": Skew(owners="merg")}, "unknown .*'merg'; did you mean 'merge'"),
+        ({"split": "feature"}, "split 'feature'"),
+        ({"data": "small", "model": "gru"}, "model 'gru' takes sequences; 'tiny' has images"),
+        ({"data": "small", "model": "lenet"}, "lenet and cnn need images of at least 12x12; these are 5x5"),
     ],
 )
 def test_data_that_are_not_there_or_do_not_do_leave_no_folder(
@@ -341,12 +389,12 @@ def test_data_that_are_not_there_or_do_not_do_leave_no_folder(
         whole = tiny()
         return replace(whole, x=whole.x[..., :5, :5], test_x=whole.test_x[..., :5, :5])
 
-    patch.setitem(data.DATASETS, "small", small)
+    patch.setitem(data.DATASETS, "small", data_row(small))
     patch.setenv("FEDMPI_OFFLINE", "1")
     out, root = tmp_path / "run", tmp_path / "data"
     with pytest.raises(UserError, match=sentence):
         train(settings_of(out, data_root=str(root), **changes))
-    assert not out.exists()
+    assert not out.exists() and not root.exists()
 
 
 @pytest.mark.parametrize(
@@ -362,6 +410,8 @@ def test_data_that_are_not_there_or_do_not_do_leave_no_folder(
         ({"mask": "sant"}, "unknown mask 'sant'; did you mean 'sand'"),
         ({"local": Local(work="ful")}, "unknown --local.work 'ful'; did you mean 'full'"),
         ({"local": Local(schedule="const")}, "unknown --local.schedule 'const'; "),
+        ({"augment": "flop"}, "unknown --augment 'flop'; did you mean 'flip'"),
+        ({"augment": "crop:0"}, "--augment is 'crop:0'; crop needs a whole number"),
         ({"meta": Meta(weights=[0.0])}, r"--meta.weights are \[0.0\]"),
     ],
 )
@@ -399,7 +449,7 @@ def test_a_client_that_fails_is_left_out_and_named(
 
 
 def test_a_model_that_has_diverged_is_scored_as_null(tmp_path: Path, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("fedmpi.task.Task.score", lambda self, block: (0, math.nan))
+    patch.setattr("fedmpi.task.Task.score", lambda self, blocks: (Scored(0, math.nan, 25) for _ in blocks))
     report = train(settings_of(tmp_path, rounds=1))
     assert report.test_loss is not None and math.isnan(report.test_loss)
     assert metrics(tmp_path)[0]["test_loss"] is None and metrics(tmp_path)[0]["test_accuracy"] == 0
@@ -409,7 +459,7 @@ def test_a_model_that_has_diverged_is_scored_as_null(tmp_path: Path, patch: pyte
 def test_ranks_started_differently_are_refused_on_all_of_them() -> None:
     def work(comm: Comm) -> str:
         try:
-            same_everywhere("configuration", b"seed 1" if comm.rank == 2 else b"seed 0", comm)
+            same_everywhere("configuration", comm, b"seed 1" if comm.rank == 2 else b"seed 0")
         except UserError as error:
             return str(error)
         return "went on"
@@ -419,7 +469,7 @@ def test_ranks_started_differently_are_refused_on_all_of_them() -> None:
 
 
 def test_ranks_started_alike_go_on() -> None:
-    assert run_threads(3, lambda comm: same_everywhere("configuration", b"seed 0", comm)) == [None] * 3
+    assert run_threads(3, lambda comm: same_everywhere("configuration", comm, b"seed 0")) == [None] * 3
 
 
 def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path: Path) -> None:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
+import os
+import tracemalloc
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from conftest import REPO, need
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedmpi.data.splits import SPLITS, Partition, _dirichlet, _most_even, split
+from fedmpi.data import splits
+from fedmpi.data.splits import OWNERS, SPLITS, Partition, _argsort, _dirichlet, _most_even, split
 from fedmpi.errors import UserError
 
 TEN = np.arange(6000) % 10
@@ -22,6 +28,8 @@ GOLDEN = {
     "dirichlet": "bb18d55b4e742228",
     "quantity": "5c0b7d18356b72c5",
     "natural": "374313afdf525016",
+    "feature": "2d1a494c5ac24885",  # that of iid
+    "mixed": "c7d78343626494bb",  # that of classes
 }
 
 
@@ -38,7 +46,9 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
         "alpha": draw(st.sampled_from([1e-9, 0.05, 1.0, 100.0])),
         "beta": draw(st.sampled_from([1e-9, 0.5, 5.0])),
         "noise": draw(st.sampled_from([0.0, 0.1, 0.5])),
-        "owner": np.arange(len(labels)) % draw(st.integers(1, 20)),
+        "owner": np.arange(len(labels)) % draw(st.integers(1, 20)) * draw(st.integers(1, 3)),
+        "owners": draw(st.sampled_from(OWNERS)),
+        "skewed": True,
         "min_samples": draw(st.integers(1, 3)),
     }
 
@@ -63,7 +73,8 @@ def test_every_split_keeps_the_laws(request_: dict[str, Any]) -> None:
     assert part.order.min() >= 0 and part.order.max() < len(request_["y"])
     assert part.sizes.min() >= request_["min_samples"]
     assert part.sizes.sum() == len(part.order)
-    if request_["name"] in ("iid", "dirichlet", "quantity"):
+    name = request_["name"]
+    if name in ("iid", "dirichlet", "quantity", "feature") or (name, request_["owners"]) == ("natural", "merge"):
         assert len(part.order) == len(request_["y"]), "all samples are used"
     again = split(**request_)
     assert np.array_equal(part.order, again.order) and np.array_equal(part.offsets, again.offsets)
@@ -73,9 +84,11 @@ def test_every_split_keeps_the_laws(request_: dict[str, Any]) -> None:
 @given(requests())
 def test_a_request_is_refused_only_where_it_must_be(request_: dict[str, Any]) -> None:
     y, clients, least, name = (request_[key] for key in ("y", "clients", "min_samples", "name"))
-    if name in ("iid", "dirichlet", "quantity"):
+    if name in ("iid", "dirichlet", "quantity", "feature"):
         possible = clients * least <= len(y)
     elif name == "natural":
+        if request_["owners"] == "merge":
+            request_ |= {"min_samples": (least := 1)}
         possible = int((np.bincount(request_["owner"]) >= least).sum()) >= clients
     else:
         request_ |= {"noise": 0.0, "min_samples": 1}
@@ -85,19 +98,45 @@ def test_a_request_is_refused_only_where_it_must_be(request_: dict[str, Any]) ->
     assert (made(request_) is not None) == possible
 
 
+@pytest.mark.parametrize("owners", OWNERS)
 @pytest.mark.parametrize("name", sorted(SPLITS))
-def test_another_seed_gives_another_partition(name: str) -> None:
+def test_another_seed_gives_another_partition(name: str, owners: str) -> None:
     owner = np.arange(6000) // 100
-    a, b = (split(name, TEN, 30, seed, owner=owner) for seed in (0, 1))
-    assert not np.array_equal(a.order, b.order)
+    a, b = (split(name, TEN, 30, seed, owner=owner, owners=owners, skewed=True) for seed in (0, 1))
+    assert not np.array_equal(np.sort(a.of(0)), np.sort(b.of(0)))
+
+
+def digest(name: str, owners: str = "choose") -> str:
+    """The fingerprint of a partition of ten classes and sixty owners."""
+    part = split(name, TEN, 30, 7, noise=0.1, owner=np.arange(6000) // 100, owners=owners, skewed=True)
+    return str(part.manifest(TEN, 10)["sha256"][:16])
 
 
 def test_partitions_stay_as_they_are() -> None:
-    digests = {
-        name: split(name, TEN, 30, 7, noise=0.1, owner=np.arange(6000) // 100).manifest(TEN, 10)["sha256"][:16]
-        for name in SPLITS
-    }
+    digests = {name: digest(name) for name in SPLITS}
     assert digests == GOLDEN, "a changed digest changes published results: say so in the CHANGELOG"
+    assert digest("natural", "merge") == "e7ebc2bff6958393"
+
+
+@pytest.mark.parametrize("name", sorted(SPLITS))
+def test_no_split_makes_a_table_of_clients_and_classes(name: str) -> None:
+    samples, clients, classes = 200_000, 50_000, 400  # such a table of int64 would be 160 MB
+    y = np.arange(samples) % classes
+    owner = np.arange(samples) % clients
+    tracemalloc.start()
+    part = split(name, y, clients, 0, owner=owner, skewed=True)
+    part.manifest(y, classes)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 80e6
+
+
+@pytest.mark.parametrize(("name", "same"), [("feature", "iid"), ("mixed", "classes")])
+@pytest.mark.parametrize("noise", [0.0, 0.2])
+def test_feature_and_mixed_deal_samples_as_iid_and_classes_do(name: str, same: str, noise: float) -> None:
+    knobs = {"classes_per_client": 3, "noise": noise}
+    a, b = split(name, TEN, 20, 5, skewed=True, **knobs), split(same, TEN, 20, 5, **knobs)
+    assert np.array_equal(a.order, b.order) and np.array_equal(a.offsets, b.offsets)
 
 
 def test_iid_is_even_and_mixed() -> None:
@@ -135,6 +174,24 @@ def test_classes_spares_a_rare_class() -> None:
     assert 1 <= held[:, 2].sum() <= 3
 
 
+def test_ninety_and_ten_on_real_labels() -> None:
+    """The thesis's label skew: 90% of two classes, 10% of all eight others (its table 4.3)."""
+    folder = Path(os.environ.get("FEDMPI_TEST_DATA", REPO.parent / "shared" / "data")) / "mnist" / "MNIST" / "raw"
+    file = folder / "train-labels-idx1-ubyte.gz"
+    need(
+        "data", file.is_file(), f"no MNIST is in {folder}; set FEDMPI_TEST_DATA to the folder that has mnist/MNIST/raw"
+    )
+    y = np.frombuffer(gzip.decompress(file.read_bytes()), np.uint8, offset=8)
+    part = split("classes", y, 10, 0, noise=0.1)
+    shares = part.histogram(y, 10) / part.sizes[:, None]
+    mine = shares > 0.1
+    assert (mine.sum(axis=0) == 2).all() and (mine.sum(axis=1) == 2).all(), "two classes a client, two clients a class"
+    assert np.abs((shares * mine).sum(axis=1) - 0.9).max() < 0.005
+    others = shares[~mine]
+    assert others.min() > 0.006 and others.max() < 0.02, "0.0125 of each other class expected"
+    assert len(part.order) >= 0.999 * len(y)
+
+
 def test_noise_is_a_share_from_the_other_classes() -> None:
     y = np.arange(60_000) % 10
     clean, noisy = (split("classes", y, 100, 3, noise=noise).histogram(y, 10) for noise in (0.0, 0.1))
@@ -168,6 +225,16 @@ def test_dirichlet_shares_have_the_right_spread() -> None:
         assert shares.var() == pytest.approx(variance, rel=0.05)
 
 
+@pytest.mark.parametrize("alpha", [0.5, 2.0])
+def test_dirichlet_deals_every_class_by_shares_of_its_own(alpha: float) -> None:
+    y, clients = np.arange(60_000) % 10, 50
+    shares = np.stack([split("dirichlet", y, clients, seed, alpha=alpha).histogram(y, 10) / 6000 for seed in range(20)])
+    variance = (1 / clients) * (1 - 1 / clients) / (clients * alpha + 1)  # of a client's share of a class
+    assert shares.var() == pytest.approx(variance, rel=0.1)
+    sizes = shares.mean(axis=2)  # of ten independent classes
+    assert sizes.var() == pytest.approx(variance / 10, rel=0.2)
+
+
 def test_dirichlet_repair_takes_from_the_largest_only() -> None:
     y = np.zeros(1000, dtype=np.int64)
     bare = split("dirichlet", y, 50, 0, alpha=0.05).sizes  # min_samples = 1
@@ -198,6 +265,48 @@ def test_natural_is_one_owner_each() -> None:
     assert (some.sizes == np.bincount(owner)[np.concatenate(owners)]).all()
 
 
+@settings(max_examples=100)
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=200), st.integers(1, 31), st.integers(0, 5))
+def test_merge_deals_whole_owners_evenly(owner: list[int], clients: int, seed: int) -> None:
+    who = np.array(owner) * 7  # numbers may have gaps
+    owners = np.unique(who)
+    request_ = {"name": "natural", "y": np.zeros(len(who), int), "clients": clients, "seed": seed, "owner": who}
+    part = made(request_ | {"owners": "merge"})
+    if clients > len(owners):
+        assert part is None
+        return
+    assert part is not None and sorted(part.order) == list(range(len(who))), "all samples are used"
+    held = [np.unique(who[part.of(cid)]) for cid in range(clients)]
+    assert sorted(np.concatenate(held)) == owners.tolist(), "no owner is with two clients"
+    counts = [len(h) for h in held]
+    assert max(counts) - min(counts) <= 1
+
+
+def test_merge_mixes_the_owners() -> None:
+    owner = np.arange(6000) // 10
+    part = split("natural", TEN, 60, 0, owner=owner, owners="merge")
+    held = np.stack([np.unique(owner[part.of(cid)]) for cid in range(60)])
+    assert held.shape == (60, 10)
+    gaps = np.diff(held, axis=1)
+    assert (gaps == 1).mean() < 0.05 and (gaps == 60).mean() < 0.05, "neither neighbours nor every sixtieth"
+    assert np.abs(held.mean(axis=1) - 299.5).max() < 5 * 600 / np.sqrt(12 * 10), "spread over all"
+
+
+def test_merge_takes_small_owners_and_choose_leaves_them() -> None:
+    owner = np.array([0, 1, 1, 1, 2, 3, 3, 3])
+    y = np.zeros(8, int)
+    merged = split("natural", y, 2, 0, owner=owner, owners="merge", min_samples=2)
+    assert len(merged.order) == 8
+    chosen = split("natural", y, 2, 0, owner=owner, min_samples=2)
+    assert sorted(owner[chosen.order]) == [1, 1, 1, 3, 3, 3]
+    with pytest.raises(UserError, match="2 owners with at least 2 samples"):
+        split("natural", y, 3, 0, owner=owner, min_samples=2)
+    with pytest.raises(UserError, match="4 owners with at least 1 samples"):
+        split("natural", y, 5, 0, owner=owner, owners="merge")
+    with pytest.raises(UserError, match="fewer than min_samples = 2"):
+        split("natural", y, 4, 0, owner=owner, owners="merge", min_samples=2)
+
+
 @pytest.mark.parametrize(
     ("request_", "words"),
     [
@@ -221,6 +330,11 @@ def test_natural_is_one_owner_each() -> None:
         ({"name": "natural"}, "knows who wrote"),
         ({"name": "natural", "owner": np.arange(6000) % 4}, "4 owners"),
         ({"name": "natural", "owner": np.zeros(3, dtype=int)}, "for 6000 labels"),
+        ({"name": "natural", "owner": TEN, "owners": "merg"}, "owners.* 'merg'; did you mean 'merge'"),
+        ({"name": "feature"}, "split 'feature' needs .*use cmnist2, fedcmnist or fedrotmnist"),
+        ({"name": "mixed"}, "split 'mixed' needs .*use cmnist2, fedcmnist or fedrotmnist"),
+        ({"name": "mixed", "skewed": True, "classes_per_client": 11}, "split 'mixed' got 11 .*use 1 to 10"),
+        ({"name": "mixed", "skewed": True, "noise": 1.0}, "split 'mixed' got noise = 1.0"),
     ],
 )
 def test_impossible_requests_are_refused_in_a_sentence(request_: dict[str, Any], words: str) -> None:
@@ -237,6 +351,38 @@ def test_most_even_fills_to_a_level(caps: list[int], data: st.DataObject) -> Non
     below_cap = parts < caps
     if below_cap.any():
         assert parts.max() <= parts[below_cap].min() + 1, "nobody is far above one who could take more"
+
+
+@given(st.lists(st.integers(0, 2**62) | st.integers(0, 3), max_size=50))
+def test_the_quick_order_is_the_stable_one(values: list[int]) -> None:
+    given_ = np.array(values, dtype=np.int64)
+    assert _argsort(given_).tolist() == np.argsort(given_, kind="stable").tolist()
+    assert given_.tolist() == values, "nothing is written to"
+
+
+def test_a_manifest_of_many_clients_is_a_summary(monkeypatch: pytest.MonkeyPatch) -> None:
+    y = np.random.default_rng(0).integers(0, 7, 40_000)
+    few, many = (split("quantity", y, clients, 0).manifest(y, 7, seed=0) for clients in (10_000, 10_001))
+    assert len(few["histogram"]) == 10_000 and "sizes" not in few
+    assert set(many) == set(few) - {"histogram"} | {"sizes", "classes_per_client"}
+    part = split("quantity", y, 10_001, 0)
+    dense = part.histogram(y, 7)
+    told = dense.sum(axis=1)
+    assert many["sizes"] == {
+        "min": told.min(),
+        "quartiles": np.quantile(told, [0.25, 0.5, 0.75]).tolist(),
+        "max": told.max(),
+    }
+    assert many["classes_per_client"] == pytest.approx((dense > 0).sum(axis=1).mean())
+    assert len(json.dumps(many)) < 500
+    for cells in (1, 7 * 300, 7 * 10_001):  # in blocks of any size
+        monkeypatch.setattr(splits, "CELLS", cells)
+        assert part.summary(y, 7)["classes_per_client"] == many["classes_per_client"]
+    by_hand = Partition(np.array([0, 2, 3, 3]), np.array([4, 0, 2]), shared=np.array([1]))
+    assert by_hand.summary([1, 0, 1, 0, 0], 2) == {
+        "sizes": {"min": 0, "quartiles": [0.5, 1, 1.5], "max": 2},
+        "classes_per_client": 1.0,
+    }
 
 
 def test_a_partition_by_hand() -> None:

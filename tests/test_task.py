@@ -34,7 +34,7 @@ def partition() -> Partition:
 
 def make_task(model: nn.Module | None = None, seed: int = 0, channels_last: bool = False) -> Task:
     torch.manual_seed(0)
-    model = model or logistic(1, SIDE, SIDE, CLASSES)
+    model = model or logistic((1, SIDE, SIDE), CLASSES)
     return Task(model, DATA, partition(), seed, CPU, channels_last=channels_last)
 
 
@@ -95,7 +95,7 @@ def test_the_order_depends_on_seed_round_and_client_only() -> None:
 def test_clients_of_equal_size_are_shuffled_differently() -> None:
     twins = Partition(np.array([0, 50, 100]), np.concatenate([np.arange(50), np.arange(50)]))
     torch.manual_seed(0)
-    task = Task(logistic(1, SIDE, SIDE, CLASSES), DATA, twins, 0, CPU)
+    task = Task(logistic((1, SIDE, SIDE), CLASSES), DATA, twins, 0, CPU)
     assert order(task, 1, 0) != order(task, 1, 1)
 
 
@@ -148,7 +148,7 @@ def test_everything_does_not_depend_on_how_much_is_trained() -> None:
 def test_samples_that_all_clients_share_are_trained_on_and_part_of_everything() -> None:
     torch.manual_seed(0)
     shared = Partition(partition().offsets, partition().order, shared=np.array([150, 151, 152]))
-    task = Task(logistic(1, SIDE, SIDE, CLASSES), DATA, shared, 0, CPU)
+    task = Task(logistic((1, SIDE, SIDE), CLASSES), DATA, shared, 0, CPU)
     for cid in range(4):
         expected = sorted([*partition().of(cid).tolist(), 150, 151, 152])
         job = job_of(task, cid=cid)
@@ -220,7 +220,7 @@ def test_a_gradient_may_be_overwritten_by_its_caller() -> None:
 
 def test_a_client_trains_as_torch_would() -> None:
     torch.manual_seed(0)
-    model = logistic(1, SIDE, SIDE, CLASSES)
+    model = logistic((1, SIDE, SIDE), CLASSES)
     alone = copy.deepcopy(model)
     task = make_task(model)
     job = job_of(task, work=Work(epochs=2, batch=10))
@@ -275,7 +275,7 @@ def test_buffers_travel_as_deltas_behind_and_counters_beside() -> None:
 
 def test_padding_stays_zero() -> None:
     torch.manual_seed(0)
-    task = Task(logistic(1, SIDE, SIDE, CLASSES), DATA, partition(), 0, CPU, ranks=8)
+    task = Task(logistic((1, SIDE, SIDE), CLASSES), DATA, partition(), 0, CPU, ranks=8)
     job = job_of(task)
     delta_N = job.finish(sgd(lr=0.1, weight_decay=0.1)(job))[0]
     assert len(delta_N) % 8 == 0 and len(delta_N) > task.layout.length
@@ -299,7 +299,7 @@ def test_dropout_depends_on_seed_round_and_client_only() -> None:
     task = make_task(noisy())
     start = task.start()
     first = delta(task, start, 3, 1)
-    delta(task, start, 3, 0), torch.rand(7), task.load(*start), task.score(slice(0, 10))
+    delta(task, start, 3, 0), torch.rand(7), task.load(*start), list(task.score([slice(0, 10)]))
     assert torch.equal(delta(task, start, 3, 1), first)
     assert torch.equal(delta(make_task(noisy()), start, 3, 1), first)
 
@@ -458,7 +458,7 @@ def test_what_is_trained_aside_stays_trained() -> None:
 
 def test_a_whole_gradient_is_that_of_the_mean_loss_of_all_samples() -> None:
     torch.manual_seed(0)
-    model = logistic(1, SIDE, SIDE, CLASSES)
+    model = logistic((1, SIDE, SIDE), CLASSES)
     alone = copy.deepcopy(model)
     job = job_of(make_task(model))
     torch.autograd.backward(by_hand(alone, torch.from_numpy(partition().of(0))))
@@ -471,7 +471,7 @@ def test_a_whole_gradient_is_that_of_the_mean_loss_of_all_samples() -> None:
 
 def meta_task(model: nn.Module | None = None, seed: int = 0) -> Task:
     torch.manual_seed(0)
-    model = model or logistic(1, SIDE, SIDE, CLASSES)
+    model = model or logistic((1, SIDE, SIDE), CLASSES)
     return Task(model, DATA, partition(), seed, CPU, meta=np.arange(110, 140))
 
 
@@ -495,7 +495,7 @@ def test_meta_gradients_of_blocks_make_up_that_of_the_set() -> None:
 def test_a_meta_gradient_does_not_depend_on_the_blocks_before_it_nor_on_the_mode_it_finds() -> None:
     first = meta_task(noisy()).meta_gradient(slice(20, 30), 3).clone()
     task = meta_task(noisy())
-    task.meta_gradient(slice(0, 10), 3), task.score(slice(0, 10)), torch.rand(3)
+    task.meta_gradient(slice(0, 10), 3), list(task.score([slice(0, 10)])), torch.rand(3)
     assert torch.equal(task.meta_gradient(slice(20, 30), 3), first)
 
 
@@ -514,24 +514,7 @@ def test_streams_of_draws_are_apart() -> None:
     assert len(set(STREAMS.values())) == len(STREAMS)
 
 
-# Images and scores
-
-
-def test_normalised_training_images_have_mean_0_and_deviation_1() -> None:
-    images = make_task().images(DATA.x).double()
-    assert float(images.mean()) == pytest.approx(0, abs=1e-6)
-    assert float(images.std(correction=0)) == pytest.approx(1, abs=1e-6)
-
-
-def test_every_channel_is_normalised_by_its_own_numbers() -> None:
-    x = torch.randint(0, 256, (20, 3, 4, 4), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    y = torch.zeros(20, dtype=torch.int64)
-    mean, std = (0.1, 0.5, 0.9), (0.2, 1.0, 4.0)
-    arrays = type(DATA)("colour", 1, x, y, x, y, mean, std)
-    task = Task(logistic(3, 4, 4, 1), arrays, Partition(np.array([0, 20]), np.arange(20)), 0, CPU)
-    by_channel = (x / 255 - torch.tensor(mean).view(1, 3, 1, 1)) / torch.tensor(std).view(1, 3, 1, 1)
-    assert torch.allclose(task.images(x), by_channel, atol=1e-5)
-    assert x.dtype == torch.uint8 and task.images(x[:1]).shape == (1, 3, 4, 4)
+# Scores
 
 
 def test_a_score_counts_right_answers_and_sums_losses() -> None:
@@ -541,14 +524,17 @@ def test_a_score_counts_right_answers_and_sums_losses() -> None:
     with torch.no_grad():
         logits = model.eval()(images)
     model.train()
-    blocks = [task.score(slice(at, at + 23)) for at in range(0, 60, 23)]  # 23, 23 and 14
-    assert sum(right for right, _ in blocks) == int((logits.argmax(1) == DATA.test_y).sum())
-    assert sum(loss for _, loss in blocks) == pytest.approx(float(F.cross_entropy(logits, DATA.test_y)) * 60, rel=1e-5)
+    blocks = list(task.score([slice(at, min(at + 23, 60)) for at in range(0, 60, 23)]))
+    assert [scored.labels for scored in blocks] == [23, 23, 14]
+    assert sum(scored.metric for scored in blocks) == int((logits.argmax(1) == DATA.test_y).sum())
+    assert sum(scored.loss for scored in blocks) == pytest.approx(
+        float(F.cross_entropy(logits, DATA.test_y)) * 60, rel=1e-5
+    )
 
 
 def test_training_goes_on_in_training_mode_after_a_score() -> None:
     task = make_task(noisy())
-    task.score(slice(0, 5))
+    list(task.score([slice(0, 5)]))
     assert not task.model.training
     job_of(task)
     assert task.model.training

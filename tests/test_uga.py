@@ -24,6 +24,7 @@ from test_local import BENT, Parabola
 from torch import Tensor, nn
 
 from fedmpi.data import Partition
+from fedmpi.feed import Batch
 from fedmpi.local import Descent, uga
 from fedmpi.local.descent import whole_gradient
 from fedmpi.local.uga import Trace
@@ -149,21 +150,21 @@ def unrolled(task: Task, start_N: Tensor, ints: Tensor, descent: Descent, work: 
     spans = [span for span in task.layout.spans if span.start < task.layout.params]
     buffers = {name: buffer.clone() for name, buffer in alone.named_buffers()}
 
-    def loss(x_P: Tensor, samples: Tensor, seed: int) -> Tensor:
-        torch.manual_seed(seed)
+    def loss(x_P: Tensor, batch: Batch) -> Tensor:
+        torch.manual_seed(batch.seed)
         tensors = {span.name: span.view(x_P) for span in spans} | {k: b.clone() for k, b in buffers.items()}
-        logits = torch.func.functional_call(alone, tensors, (task.images(task.x[samples]),))
-        return F.cross_entropy(logits, task.y[samples])
+        logits = torch.func.functional_call(alone, tensors, (task.feed.inputs(task.feed.x[batch.samples]),))
+        return F.cross_entropy(logits, task.feed.y[batch.samples])
 
     w_P = start_N[: task.layout.params].clone().requires_grad_()
     x_P, v_P = w_P, torch.zeros_like(w_P)
     for batch in job.batches(leave=1):
-        (g_P,) = torch.autograd.grad(loss(x_P, *batch), x_P, create_graph=True)
+        (g_P,) = torch.autograd.grad(loss(x_P, batch), x_P, create_graph=True)
         if descent.clip is not None:
             g_P = g_P * (descent.clip / g_P.norm()).clamp_max(1.0)
         v_P = descent.momentum * v_P + g_P + descent.weight_decay * x_P
         x_P = x_P - descent.rate(job) * v_P
-    whole = sum(share * loss(x_P, *batch) for batch, share in job.everything())
+    whole = sum(share * loss(x_P, batch) for batch, share in job.everything())
     return torch.autograd.grad(whole, w_P)[0]
 
 

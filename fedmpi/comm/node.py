@@ -19,6 +19,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -70,7 +71,7 @@ class Node:
         self.leads = comm.rank == self.ranks[0]
         self.other_leaders = [ranks[0] for ranks in nodes if ranks is not self.ranks]
         self.made, self.refused = 0, False
-        self.vectors: list[Tensor] = []
+        self.vectors: list[ref[Tensor]] = []  # a run's go with the run
 
     def rows(self, length: int, dtype: torch.dtype) -> dict[int, tuple[Tensor, Tensor]] | None:
         """For each other rank of the node, my row for it and its row for me; None where memory cannot be shared."""
@@ -86,12 +87,12 @@ class Node:
         maps = self._share(whole if self.leads else {}, {} if self.leads else whole, torch.float32)
         if not maps:
             return None
-        self.vectors.append(maps["vector"])
+        self.vectors = [known for known in self.vectors if known() is not None] + [ref(maps["vector"])]
         return maps["vector"]
 
     def holds(self, x_N: Tensor) -> bool:
         """Whether a vector is one of this node's."""
-        return any(x_N is vector for vector in self.vectors)
+        return any(x_N is known() for known in self.vectors)
 
     def _share(self, make: dict[str, int], find: dict[str, int], dtype: torch.dtype) -> dict[str, Tensor] | None:
         """Map the files that this rank makes and those that others make for it: on all ranks, or none. Collective."""

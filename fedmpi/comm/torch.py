@@ -44,6 +44,11 @@ class TorchComm(Comm):
         self.guard(self._join)
 
     def _join(self) -> None:
+        if dist.is_initialized():
+            raise UserError(
+                "this process has called torch.distributed.init_process_group already; leave that to fedmpi, or "
+                "destroy the process group first"
+            )
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         dist.init_process_group(

@@ -1,31 +1,91 @@
 """Data sets as arrays, and how their samples are split among clients.
 
-A data set is a row of `DATASETS`: a function from a folder (or None for the usual one) to `Arrays`. For `glyphs` the
-folder is where the drawn images are kept, for the others where their files lie.
+A data set is a row of `DATASETS`: a function from a data root (or None for the usual one) to `Arrays`, its source, and
+the model and skew that the papers use with it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-from fedmpi.data import glyphs, vision
+from fedmpi.data import cifar, femnist, glyphs, ood, shakespeare, tinyimagenet, vision
 from fedmpi.data.arrays import Arrays
 from fedmpi.data.holdout import check_weights, hold_out
+from fedmpi.data.looks import dress
+from fedmpi.data.own import Data, Datasets, as_data, load_own
 from fedmpi.data.splits import SPLITS, Ints, Partition, split
+from fedmpi.data.store import Source
 from fedmpi.errors import unknown
 
-__all__ = ["DATASETS", "SPLITS", "Arrays", "Ints", "Partition", "check_weights", "hold_out", "load", "split"]
+__all__ = [
+    "DATASETS",
+    "SPLITS",
+    "Arrays",
+    "Data",
+    "DataRow",
+    "Datasets",
+    "Ints",
+    "Partition",
+    "as_data",
+    "check_weights",
+    "dress",
+    "find_data",
+    "hold_out",
+    "load",
+    "split",
+]
 
-DATASETS: dict[str, Callable[[Path | None], Arrays]] = {
-    "glyphs": glyphs.glyphs,
-    "mnist": vision.mnist,
-    "fmnist": vision.fmnist,
+
+@dataclass(frozen=True)
+class DataRow:
+    """A data set by name."""
+
+    load: Callable[[Path | None], Arrays]
+    """from the data root"""
+    source: Callable[[Path | None], Source]
+    """where it comes from: what `load` prepares"""
+    about: str
+    """what it is, in a few words"""
+    model: str = "lenet"
+    """the papers' model for it"""
+    classes: int = 2
+    """the papers' number of classes a client under label skew"""
+
+
+RESNET = "resnet18-gn"
+
+DATASETS: dict[str, DataRow] = {
+    "glyphs": DataRow(glyphs.glyphs, glyphs.source, "digits drawn here by 500 writers; no download"),
+    "mnist": DataRow(vision.mnist, vision.mnist_source, "handwritten digits"),
+    "fmnist": DataRow(vision.fmnist, vision.fmnist_source, "Fashion-MNIST: pictures of clothes"),
+    "cifar10": DataRow(cifar.cifar10, cifar.cifar10_source, "small photographs, 10 classes", RESNET),
+    "cifar100": DataRow(cifar.cifar100, cifar.cifar100_source, "small photographs, 100 classes", RESNET, 10),
+    "tinyimagenet": DataRow(
+        tinyimagenet.tinyimagenet, tinyimagenet.tinyimagenet_source, "64x64 photographs, 200 classes", RESNET, 20
+    ),
+    "femnist": DataRow(femnist.femnist, femnist.femnist_source, "digits or letters by their writers"),
+    "shakespeare": DataRow(
+        shakespeare.shakespeare, shakespeare.shakespeare_source, "the next character of a role's lines", "gru"
+    ),
+    "cmnist2": DataRow(ood.cmnist2, vision.mnist_source, "MNIST in red and green, colours reversed in the test set"),
+    "fedcmnist": DataRow(ood.fedcmnist, vision.mnist_source, "MNIST in colours of the class, others in the test set"),
+    "fedrotmnist": DataRow(ood.fedrotmnist, vision.mnist_source, "MNIST turned by class, upright in the test set"),
+    "fedrotmnist-clients": DataRow(
+        ood.fedrotmnist_clients, vision.mnist_source, "MNIST turned by client, by another angle in the test set"
+    ),
 }
 
 
-def load(name: str, root: str | None = None) -> Arrays:
-    """The data set of that name, from the folder `root` or from its usual place."""
+def find_data(name: str) -> DataRow:
+    """The row of that name."""
     if name not in DATASETS:
-        raise unknown("data set", name, DATASETS)
-    return DATASETS[name](Path(root).expanduser() if root else None)
+        raise unknown("data set", name, DATASETS, own=True)
+    return DATASETS[name]
+
+
+def load(name: str, root: str | None = None) -> Data:
+    """The data set of that name, or at that import path, from the folder `root` or from its usual place."""
+    folder = Path(root).expanduser() if root else None
+    return load_own(name, folder) if ":" in name else find_data(name).load(folder)

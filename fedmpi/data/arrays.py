@@ -1,81 +1,184 @@
-"""A data set as arrays in memory, and the two things every data set on disk needs: a folder and a lock.
+"""A data set as arrays in memory: one shape for images, characters and numbers.
 
-Samples stay uint8 images and are normalised on the device batch by batch, so sixty thousand of them cost 47 MB and
-not 188. Files that several ranks may want to write at the same moment are made under a lock and appear by a rename,
-so no reader ever sees half of one.
+Samples stay as small as they are on disk (a byte a pixel or a character) and become what a model takes on the device,
+batch by batch: sixty thousand images cost 47 MB and not 188.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import os
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fedmpi.data.looks import Looks
 from fedmpi.errors import UserError
+from fedmpi.objective import Objective, objective_of
+
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Arrays:
-    """A data set in memory: train and test images, their labels, and who wrote each train image where that is known."""
+    """A data set in memory: train and test samples, their labels, and whose each train sample is where that is known.
+
+    Samples are one of
+      images      uint8 [n, channels, height, width], normalised by `mean` and `std`
+      sequences   whole numbers [n, length], each below `tokens`
+      numbers     floating point [n, ...], taken as they are
+    Labels are classes, int64 [n] (or [n, length], one a position), or numbers to predict, floating point [n, ...].
+    """
 
     name: str
     classes: int
-    x: Tensor  # train images, uint8 [n, channels, height, width]
-    y: Tensor  # their labels, int64 [n], 0 .. classes - 1
+    """how many kinds of labels; 0 where labels are numbers to predict"""
+    x: Tensor
+    y: Tensor
     test_x: Tensor
     test_y: Tensor
-    mean: tuple[float, ...]  # one a channel, of x / 255
-    std: tuple[float, ...]
-    owner: Tensor | None = None  # int64 [n]: the natural client (writer) of each train sample, 0 .. k - 1, none empty
+    mean: tuple[float, ...] = ()
+    """of images / 255, one a channel"""
+    std: tuple[float, ...] = ()
+    owner: Tensor | None = None
+    """int64 [n]: the natural client (writer, role) of each train sample, 0 .. k - 1, none empty"""
+    strata: Tensor | None = None
+    """int64 [n]: what splits by label go by, where that is not the label (a digit, where labels are halves of them)"""
+    tokens: int = 0
+    """how many kinds of tokens sequences are made of"""
+    objective: Objective | None = None
+    """what is learned; None: classes where labels are whole numbers, else regression"""
+    augment: str = "none"
+    """what training does to images: crop:PIXELS and flip, joined by +, or none"""
+    note: str = ""
+    """what a user should know of where the data come from"""
+    looks: Looks | None = None
+    """how images are coloured or turned, by client or class"""
+    look: Tensor | None = None
+    """which of the looks each train sample has, int64 [n]; given by `looks.dress`"""
+    test_look: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.classes < 1:
-            self._refuse(f"{self.classes} classes", "at least one")
-        self._check_images("train", self.x, self.y)
-        self._check_images("test", self.test_x, self.test_y)
-        if self.x.shape[1:] != self.test_x.shape[1:]:
+        self._check_samples("train", self.x, self.y)
+        self._check_samples("test", self.test_x, self.test_y)
+        if self.x.shape[1:] != self.test_x.shape[1:] or self.x.dtype != self.test_x.dtype:
             self._refuse(
-                f"train images {_shape(self.x)} and test images {_shape(self.test_x)}", "the same image shape in both"
+                f"train {self._noun} {_about(self.x)} and test {self._noun} {_about(self.test_x)}",
+                "the same shape and kind in both",
             )
-        channels = self.x.shape[1]
-        if len(self.mean) != channels or len(self.std) != channels or not all(s > 0 for s in self.std):
-            self._refuse(
-                f"mean {self.mean} and std {self.std}", f"one mean and one positive std for each of {channels} channels"
-            )
+        if self.kind == "images":
+            self._check_normalisation()
+        if self.kind == "sequences" and self.tokens < 1:
+            self._refuse(f"sequences and tokens = {self.tokens}", "the number of kinds of tokens")
         if self.owner is not None:
             self._check_owner(self.owner)
+        if self.strata is not None and (self.strata.dtype != torch.int64 or self.strata.shape != self.y.shape[:1]):
+            self._refuse(f"strata of {_about(self.strata)}", f"torch.int64 [{len(self.y)}], one a train sample")
 
-    def _check_images(self, part: str, x: Tensor, y: Tensor) -> None:
-        """Raise unless x are uint8 images and y is one label in range for each."""
-        if x.dtype != torch.uint8 or x.ndim != 4:
-            self._refuse(f"{part} images of {x.dtype} {_shape(x)}", "torch.uint8 [n, channels, height, width]")
-        if y.dtype != torch.int64 or y.ndim != 1:
-            self._refuse(f"{part} labels of {y.dtype} {_shape(y)}", "torch.int64 [n]")
+    @property
+    def kind(self) -> str:
+        """images, sequences or numbers."""
+        if self.x.is_floating_point():
+            return "numbers"
+        return "images" if self.x.ndim == 4 and self.x.dtype == torch.uint8 else "sequences"
+
+    @property
+    def goal(self) -> Objective:
+        """What is learned."""
+        return self.objective or objective_of(self.y)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """What a model gets of one sample."""
+        shape = tuple(self.x.shape[1:])
+        return shape if self.looks is None else (self.looks.channels, *shape[1:])
+
+    @property
+    def offers(self) -> dict[str, Any]:
+        """What a model can be made to fit, by the names that its function may ask for."""
+        return offers(self.shape, self.kind, self.tokens, self.classes if self.goal.whole else 0, self.y[0].numel())
+
+    @property
+    def kinds(self) -> int:
+        """How many classes there are."""
+        return self.classes
+
+    @property
+    def samples(self) -> int:
+        """How many train samples there are."""
+        return len(self.y)
+
+    @property
+    def tests(self) -> int:
+        """How many test samples there are."""
+        return len(self.test_y)
+
+    @property
+    def owners(self) -> Ints | None:
+        """The natural client of each train sample."""
+        return None if self.owner is None else self.owner.numpy()
+
+    def split_labels(self, needed: bool) -> Ints | None:
+        """What splits by label go by: the class of each train sample, or what the data have in its place."""
+        return self.class_labels(needed) if self.strata is None else self.strata.numpy()
+
+    def class_labels(self, needed: bool) -> Ints | None:
+        """The class of each train sample (of a sequence, that of its last position); None where labels are none."""
+        if not self.goal.whole:
+            return None
+        return (self.y if self.y.ndim == 1 else self.y[:, -1]).numpy()
+
+    @property
+    def _noun(self) -> str:
+        return "images" if self.x.ndim == 4 else "samples"
+
+    def _check_samples(self, part: str, x: Tensor, y: Tensor) -> None:
+        """Raise unless x are samples of one of the kinds and y is a label for each."""
+        images, sequences = x.dtype == torch.uint8 and x.ndim == 4, not x.is_floating_point() and x.ndim == 2
+        if not (images or sequences or (x.dtype == torch.float32 and x.ndim >= 2)) or x.dtype == torch.bool:
+            valid = "torch.uint8 [n, channels, height, width], whole numbers [n, length] or torch.float32 [n, ...]"
+            self._refuse(f"{part} {self._noun} of {_about(x)}", valid)
         if len(x) != len(y) or len(x) == 0:
             self._refuse(
-                f"{len(x)} {part} images and {len(y)} {part} labels", "one label an image, and at least one image"
+                f"{len(x)} {part} {self._noun} and {len(y)} {part} labels", "one label each, and at least one sample"
             )
+        if sequences and not images and not 0 <= int(x.min()) <= int(x.max()) < max(self.tokens, 1):
+            self._refuse(f"{part} tokens from {int(x.min())} to {int(x.max())}", f"0 to tokens - 1 = {self.tokens - 1}")
+        if self.goal.whole:
+            self._check_classes(part, y)
+        elif y.dtype != torch.float32:
+            self._refuse(f"{part} labels of {_about(y)}", "torch.float32 [n, ...] for regression")
+
+    def _check_classes(self, part: str, y: Tensor) -> None:
+        """Raise unless y are classes in range."""
+        if y.dtype != torch.int64 or not 1 <= y.ndim <= 2:
+            self._refuse(f"{part} labels of {_about(y)}", "torch.int64 [n], or [n, length]")
+        if self.classes < 1:
+            self._refuse(f"{self.classes} classes", "at least one")
         low, high = int(y.min()), int(y.max())
         if low < 0 or high >= self.classes:
             self._refuse(
                 f"{part} labels from {low} to {high}", f"0 to {self.classes - 1}, as there are {self.classes} classes"
             )
 
+    def _check_normalisation(self) -> None:
+        """Raise unless there are a mean and a deviation for each channel that the model sees."""
+        channels = self.shape[0]
+        if len(self.mean) != channels or len(self.std) != channels or not all(s > 0 for s in self.std):
+            self._refuse(
+                f"mean {self.mean} and std {self.std}", f"one mean and one positive std for each of {channels} channels"
+            )
+
     def _check_owner(self, owner: Tensor) -> None:
         """Raise unless owner numbers the natural clients 0 .. k - 1, each with a sample."""
-        if owner.dtype != torch.int64 or owner.shape != self.y.shape:
+        if owner.dtype != torch.int64 or owner.shape != self.y.shape[:1]:
+            self._refuse(f"an owner of {_about(owner)}", f"torch.int64 [{len(self.y)}], one a train sample")
+        low, high = int(owner.min()), int(owner.max())
+        if low < 0 or high >= len(owner) or bool((torch.bincount(owner) == 0).any()):
             self._refuse(
-                f"an owner of {owner.dtype} {_shape(owner)}", f"torch.int64 [{len(self.y)}], one a train sample"
-            )
-        if int(owner.min()) < 0 or bool((torch.bincount(owner) == 0).any()):
-            self._refuse(
-                f"owners from {int(owner.min())} to {int(owner.max())} with gaps",
+                f"owners from {low} to {high} with gaps",
                 "numbers 0 to k - 1, each with a sample",
             )
 
@@ -83,31 +186,15 @@ class Arrays:
         raise UserError(f"data set '{self.name}' has {given}; it needs {valid}")
 
 
-def cache_folder() -> Path:
-    """The folder for files that can be made again: $FEDMPI_CACHE, else $XDG_CACHE_HOME/fedmpi, else ~/.cache/fedmpi."""
-    if given := os.environ.get("FEDMPI_CACHE"):
-        return Path(given).expanduser()
-    if base := os.environ.get("XDG_CACHE_HOME"):
-        return Path(base).expanduser() / "fedmpi"
-    return Path("~/.cache/fedmpi").expanduser()
+def _about(t: Tensor) -> str:
+    return f"{t.dtype} {list(t.shape)}"
 
 
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[bool]:
-    """Hold the lock file `path`; yields whether another process wrote into it while this one waited.
-
-    Where locking is impossible (a read-only folder, a file system without locks) it goes on without: whatever is made
-    under the lock is renamed into place, so the lock saves work and does not carry correctness.
-    """
-    with contextlib.ExitStack() as stack:
-        size = before = 0
-        with contextlib.suppress(OSError):
-            handle = stack.enter_context(open(path, "a"))
-            before = size = os.fstat(handle.fileno()).st_size
-            fcntl.flock(handle, fcntl.LOCK_EX)
-            size = os.fstat(handle.fileno()).st_size
-        yield size != before
-
-
-def _shape(t: Tensor) -> str:
-    return str(list(t.shape))
+def offers(shape: tuple[int, ...], kind: str, tokens: int, classes: int, outputs: int) -> dict[str, Any]:
+    """What data offer a model by the names that its function may ask for; no classes: numbers to predict."""
+    offered: dict[str, Any] = {"shape": shape}
+    if kind == "sequences":
+        offered |= {"tokens": tokens, "length": shape[0]}
+    elif len(shape) == 3:
+        offered |= dict(zip(("channels", "height", "width"), shape, strict=True))
+    return offered | ({"classes": classes} if classes else {"outputs": outputs})

@@ -15,31 +15,23 @@ Axes: the batch is last, [height, width, batch], so that every inner loop is lon
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import logging
-import os
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor
 
-from fedmpi.data.arrays import Arrays, cache_folder, locked
+from fedmpi.data.arrays import Arrays
+from fedmpi.data.store import Source, load
 from fedmpi.errors import UserError
-
-log = logging.getLogger(__name__)
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 
-VERSION = 1  # part of the cache file's name: raise it with any change to the bytes
+VERSION = 1  # part of the prepared file's name: raise it with any change to the bytes
 SIDE = 28
 BATCH = 128  # buffers of 400 kB stay in the second-level cache; it fixes the order of the noise: see VERSION
 SPANS = 3  # segments between two control points of a curve
@@ -176,9 +168,9 @@ class Bits:
 
 
 def glyphs(
-    cache: Path | None = None, train: int = 60_000, test: int = 10_000, writers: int = 500, seed: int = 0
+    root: Path | None = None, train: int = 60_000, test: int = 10_000, writers: int = 500, seed: int = 0
 ) -> Arrays:
-    """The generated digits, read from the cache folder where a sound copy is there, else drawn and put there."""
+    """The generated digits, drawn once and kept under the data root like any prepared data set."""
     for name, value, least in (("train", train, 1), ("test", test, 1), ("writers", writers, 1), ("seed", seed, 0)):
         if value < least:
             raise UserError(f"glyphs got {name} = {value}; it needs at least {least}")
@@ -186,18 +178,16 @@ def glyphs(
         raise UserError(
             f"glyphs got {writers} writers for {train} train samples; every writer needs one, so ask for fewer writers"
         )
-    folder = cache_folder() if cache is None else Path(cache)
-    path = folder / f"glyphs-v{VERSION}-{train}-{test}-{writers}-{seed}.safetensors"
-    tensors = _read(path)
-    if tensors is None:
-        with contextlib.suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-        with locked(path.with_suffix(".lock")):
-            tensors = _read(path)  # another rank may have drawn it while this one waited for the lock
-            if tensors is None:
-                tensors = _draw(train, test, writers, seed)
-                _write(path, tensors)
-    return Arrays(name="glyphs", classes=10, mean=MEAN, std=STD, **tensors)
+    stored = load(source(root, train, test, writers, seed), root)
+    return stored.arrays("glyphs", 10, mean=MEAN, std=STD)
+
+
+def source(
+    root: Path | None = None, train: int = 60_000, test: int = 10_000, writers: int = 500, seed: int = 0
+) -> Source:
+    """Where the digits come from: they are drawn."""
+    name = f"glyphs-{train}-{test}-{writers}-{seed}"
+    return Source(name, VERSION, read=lambda _: _draw(train, test, writers, seed), generated=True)
 
 
 def _draw(train: int, test: int, writers: int, seed: int) -> dict[str, Tensor]:
@@ -311,42 +301,3 @@ def _ink(segments: list[tuple[Floats, Floats]], own: dict[str, Floats], bits: Bi
     value = cover * own["ink"] + own["noise"] * bits.grain(SIDE, SIDE, batch)
     image: npt.NDArray[np.uint8] = (np.clip(value, zero, np.float32(1)) * np.float32(255) + half).astype(np.uint8)
     return image
-
-
-def _digest(tensors: dict[str, Tensor]) -> str:
-    """The SHA-256 of names, kinds, shapes and content."""
-    sha = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        sha.update(f"{name} {tensor.dtype} {list(tensor.shape)};".encode())
-        sha.update(tensor.contiguous().numpy().data)
-    return sha.hexdigest()
-
-
-def _read(path: Path) -> dict[str, Tensor] | None:
-    """The tensors in the cache file, memory-mapped, so shared by the ranks of a node; None if missing or damaged."""
-    try:
-        with safetensors.safe_open(path, "pt") as file:
-            wanted = (file.metadata() or {}).get("sha256")
-        tensors = safetensors.torch.load_file(path)
-    except FileNotFoundError:
-        return None
-    except (OSError, safetensors.SafetensorError) as error:
-        log.warning("cannot read %s (%s); drawing the glyphs again", path, error)
-        return None
-    if wanted != _digest(tensors):
-        log.warning("%s is damaged (its content does not match its SHA-256); drawing the glyphs again", path)
-        return None
-    return tensors
-
-
-def _write(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Put the tensors into the cache file by way of a name of its own; without a writable folder, only warn."""
-    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        # not save_file, which makes the file readable by its owner only, and a group may share the folder
-        aside.write_bytes(safetensors.torch.save(tensors, {"sha256": _digest(tensors)}))
-        os.replace(aside, path)
-    except (OSError, safetensors.SafetensorError) as error:
-        log.warning("cannot keep the glyphs in %s (%s); each start draws them again", path.parent, error)
-        with contextlib.suppress(OSError):
-            aside.unlink()

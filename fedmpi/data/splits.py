@@ -14,8 +14,11 @@ dirichlet  for every class, shares of its samples over the clients ~ Dirichlet(a
            2022); all samples are used. A client short of min_samples is then filled up with random samples of the
            largest clients.
 quantity   sizes ~ Dirichlet(beta) on top of min_samples for each (Li et al. 2022), labels iid; all samples are used.
-natural    one client per owner (writer, role), in the order of owners; with fewer clients than owners, a random
-           choice of owners.
+natural    by owner (writer, role). owners = choose: one client per owner, in the order of owners; with fewer clients
+           than owners, a random choice of them. owners = merge: owners are dealt at random to the clients, numbers of
+           owners equal up to one; an owner's samples stay together and all are used.
+feature    iid, on data whose images look different from client to client or class to class (feature skew).
+mixed      classes, on such data: label skew on top.
 """
 
 from __future__ import annotations
@@ -35,6 +38,9 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 STREAM = 0x5F117  # keeps these draws apart from those of other parts under the same seed
+TOLD = 10_000  # up to so many clients a manifest has a histogram for each
+CELLS = 2**22  # of a histogram in memory at a time
+OWNERS = ("choose", "merge")
 
 
 @dataclass(frozen=True)
@@ -77,21 +83,34 @@ class Partition:
         return np.bincount(cell, minlength=self.clients * classes).reshape(self.clients, classes)
 
     def manifest(self, y: npt.ArrayLike, classes: int, **about: Any) -> dict[str, Any]:
-        """A JSON-able account: `about` (name, parameters, seed), counts, a SHA-256, class counts for each client."""
-        sha = hashlib.sha256(self.offsets.astype("<i8").tobytes() + self.order.astype("<i8").tobytes())
-        return {
-            **about,
-            "clients": self.clients,
-            "samples": len(self.order),
-            "sha256": sha.hexdigest(),
-            "histogram": self.histogram(y, classes).tolist(),
-        }
+        """A JSON-able account: `about` (name, parameters, seed), counts, a SHA-256, class counts for each client (a
+        summary where clients are many)."""
+        sha = hashlib.sha256()
+        for part in (self.offsets, self.order):
+            sha.update(np.ascontiguousarray(part, dtype="<i8").data)
+        few = self.clients <= TOLD
+        held = {"histogram": self.histogram(y, classes).tolist()} if few else self.summary(y, classes)
+        return {**about, "clients": self.clients, "samples": len(self.order), "sha256": sha.hexdigest(), **held}
+
+    def summary(self, y: npt.ArrayLike, classes: int) -> dict[str, Any]:
+        """What a histogram tells, in few numbers: of the clients' own samples least, quartiles and most, and how many
+        classes a client has on average."""
+        own, labels, kinds = np.diff(self.offsets), np.asarray(y), 0
+        block = max(1, CELLS // classes)
+        for first in range(0, self.clients, block):
+            ends = self.offsets[first : first + block + 1]
+            some = Partition(ends - ends[0], self.order[ends[0] : ends[-1]])
+            kinds += int((some.histogram(labels, classes) > 0).sum())
+        quartiles = np.quantile(own, (0.25, 0.5, 0.75)).tolist()
+        sizes = {"min": int(own.min()), "quartiles": quartiles, "max": int(own.max())}
+        return {"sizes": sizes, "classes_per_client": kinds / self.clients}
 
 
 @dataclass(frozen=True)
 class Ask:
     """What a split is asked for."""
 
+    name: str
     y: Ints  # labels, numbered 0 .. classes - 1 without gaps
     classes: int
     clients: int
@@ -101,6 +120,8 @@ class Ask:
     beta: float
     noise: float
     owner: Ints | None
+    owners: str
+    skewed: bool  # whether images look different from client to client or class to class
     min_samples: int
 
 
@@ -134,10 +155,8 @@ def dirichlet(ask: Ask) -> Partition:
     if not lack.any():
         return partition
     keep = _most_even(sizes, int(sizes.sum() - lack.sum()))
-    place = np.arange(len(client)) - np.repeat(partition.offsets[:-1], sizes)
-    moved = partition.order[
-        place >= np.repeat(keep, sizes)
-    ]  # a client's samples are in random order: the last ones will do
+    # a client's samples are in random order: the last ones will do
+    moved = partition.order[_ranges(partition.offsets[:-1] + keep, sizes - keep)]
     client[ask.rng.permutation(moved)] = np.repeat(np.arange(ask.clients), lack)
     return _gather(client, ask.clients, ask.rng)
 
@@ -147,19 +166,19 @@ def classes(ask: Ask) -> Partition:
     k, count = ask.classes_per_client, np.bincount(ask.y, minlength=ask.classes)
     if not 1 <= k <= ask.classes:
         raise UserError(
-            f"split 'classes' got {k} classes a client (--skew.classes); use 1 to {ask.classes}, as the data have"
+            f"split '{ask.name}' got {k} classes a client (--skew.classes); use 1 to {ask.classes}, as the data have"
         )
     if not 0 <= ask.noise < 1:
-        raise UserError(f"split 'classes' got noise = {ask.noise}; it is a share from 0 up to, not including, 1")
+        raise UserError(f"split '{ask.name}' got noise = {ask.noise}; it is a share from 0 up to, not including, 1")
     if ask.noise > 0 and k == ask.classes:
         raise UserError(
-            f"split 'classes' got noise = {ask.noise} and {k} classes per client, which are all; use noise = 0"
+            f"split '{ask.name}' got noise = {ask.noise} and {k} classes per client, which are all; use noise = 0"
         )
     spared = np.floor(ask.noise * count).astype(np.int64)
     most = np.minimum(count - spared, ask.clients)  # a class can be held by so many
     if most.sum() < ask.clients * k:
         raise UserError(
-            f"split 'classes' cannot give {ask.clients} clients {k} classes each with a sample of every one from "
+            f"split '{ask.name}' cannot give {ask.clients} clients {k} classes each with a sample of every one from "
             f"{len(ask.y)} samples; use fewer clients or fewer classes a client (--skew.classes)"
         )
     order = ask.rng.permutation(ask.classes)  # which classes are held once more than others is drawn too
@@ -172,22 +191,40 @@ def classes(ask: Ask) -> Partition:
 
 
 def natural(ask: Ask) -> Partition:
-    """One client per owner, or a random choice of owners."""
+    """By owner: a client for each, or for each of a random choice, or all owners dealt to the clients."""
     if ask.owner is None:
         raise UserError(
             "split 'natural' needs a data set that knows who wrote each sample, such as glyphs; use another split"
         )
+    if ask.owners not in OWNERS:
+        raise unknown("way with owners (--skew.owners)", ask.owners, OWNERS)
+    merge = ask.owners == "merge"
+    least = 1 if merge else ask.min_samples  # merged with others, a small owner will do
     sizes = np.bincount(ask.owner)
-    able = np.flatnonzero(sizes >= ask.min_samples)
+    able = np.flatnonzero(sizes >= least)
     if ask.clients > len(able):
         raise UserError(
             f"split 'natural' got {ask.clients} clients, but the data have {len(able)} owners with at least "
-            f"{ask.min_samples} samples; use at most that many clients"
+            f"{least} samples; use at most that many clients"
         )
-    chosen = np.sort(ask.rng.choice(able, ask.clients, replace=False))
     number = np.full(len(sizes), -1)
-    number[chosen] = np.arange(ask.clients)
+    if merge:
+        number[ask.rng.permutation(able)] = np.arange(len(able)) % ask.clients
+    else:
+        number[np.sort(ask.rng.choice(able, ask.clients, replace=False))] = np.arange(ask.clients)
     return _gather(number[ask.owner], ask.clients, ask.rng)
+
+
+def feature(ask: Ask) -> Partition:
+    """iid, on data with feature skew."""
+    _need_looks(ask)
+    return iid(ask)
+
+
+def mixed(ask: Ask) -> Partition:
+    """k classes per client, on data with feature skew."""
+    _need_looks(ask)
+    return classes(ask)
 
 
 SPLITS: dict[str, Callable[[Ask], Partition]] = {
@@ -196,6 +233,8 @@ SPLITS: dict[str, Callable[[Ask], Partition]] = {
     "dirichlet": dirichlet,
     "quantity": quantity,
     "natural": natural,
+    "feature": feature,
+    "mixed": mixed,
 }
 
 
@@ -210,9 +249,11 @@ def split(
     beta: float = 0.5,
     noise: float = 0.0,
     owner: npt.ArrayLike | None = None,
+    owners: str = "choose",
+    skewed: bool = False,
     min_samples: int = 1,
 ) -> Partition:
-    """The partition of samples with labels y by the split of that name."""
+    """The partition of samples with labels y by the split of that name; `skewed` says that the data have looks."""
     if name not in SPLITS:
         raise unknown("split", name, SPLITS)
     labels = _labels(y)
@@ -229,7 +270,8 @@ def split(
         )
     present = np.bincount(labels) > 0
     ask = Ask(
-        y=(np.cumsum(present) - 1)[labels],
+        name=name,
+        y=labels if present.all() else (np.cumsum(present) - 1)[labels],
         classes=int(present.sum()),
         clients=clients,
         rng=np.random.default_rng(np.random.SeedSequence([seed, STREAM])),
@@ -237,7 +279,9 @@ def split(
         alpha=alpha,
         beta=beta,
         noise=noise,
-        owner=None if owner is None else np.asarray(owner).astype(np.int64),
+        owner=None if owner is None else np.asarray(owner).astype(np.int64, copy=False),
+        owners=owners,
+        skewed=skewed,
         min_samples=min_samples,
     )
     if ask.owner is not None and (ask.owner.shape != labels.shape or int(ask.owner.min()) < 0):
@@ -260,7 +304,16 @@ def _labels(y: npt.ArrayLike) -> Ints:
         raise UserError(
             f"labels are {labels.dtype} {list(labels.shape)}; a split needs a list of whole numbers >= 0, at least one"
         )
-    return labels.astype(np.int64)
+    return labels.astype(np.int64, copy=False)
+
+
+def _need_looks(ask: Ask) -> None:
+    """Refuse data that look the same everywhere."""
+    if not ask.skewed:
+        raise UserError(
+            f"split '{ask.name}' needs data whose images look different from client to client or class to class; "
+            "use cmnist2, fedcmnist or fedrotmnist, or another split"
+        )
 
 
 def _offsets(sizes: Ints) -> Ints:
@@ -305,21 +358,40 @@ def _deal(total: int, shares: Floats) -> Ints:
 def _by_class(ask: Ask) -> list[Ints]:
     """For each class its samples in random order."""
     shuffled = ask.rng.permutation(len(ask.y))
-    ordered = shuffled[np.argsort(_narrow(ask.y[shuffled]), kind="stable")]
+    ordered = shuffled[_argsort(ask.y[shuffled])]
     return np.split(ordered, np.cumsum(np.bincount(ask.y))[:-1])
 
 
 def _gather(client: Ints, clients: int, rng: np.random.Generator) -> Partition:
     """The partition from the client of each sample (-1: not used), a client's samples in random order."""
     order = rng.permutation(len(client))
-    order = order[client[order] >= 0]
-    order = order[np.argsort(_narrow(client[order]), kind="stable")]
-    return Partition(_offsets(np.bincount(client[order], minlength=clients)), order)
+    who = client[order]
+    used = who >= 0
+    if not used.all():
+        order, who = order[used], who[used]
+    offsets = _offsets(np.bincount(who, minlength=clients))
+    return Partition(offsets, order[_argsort(who)])
 
 
-def _narrow(values: Ints) -> npt.NDArray[Any]:
-    """The values in 16 bits where they fit, as numpy then sorts by radix, ten times as fast."""
-    return values.astype(np.uint16) if len(values) and int(values.max()) < 2**16 else values
+def _argsort(values: Ints) -> Ints:
+    """The order that sorts values >= 0, equal ones left in their order.
+
+    A value and its place are packed into one number, as numpy sorts numbers several times as fast as it finds an order.
+    """
+    n = len(values)
+    if n == 0 or int(values.max()) >= 2**62 // n:
+        return np.argsort(values, kind="stable")
+    packed = values * n
+    packed += np.arange(n)
+    packed.sort()
+    packed %= n
+    return packed
+
+
+def _ranges(starts: Ints, lengths: Ints) -> Ints:
+    """The numbers starts[i] .. starts[i] + lengths[i] - 1, one range after the other."""
+    before = np.cumsum(lengths) - lengths
+    return np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))
 
 
 def _hold(holders: Ints, ask: Ask) -> Ints:
@@ -330,29 +402,35 @@ def _hold(holders: Ints, ask: Ask) -> Ints:
     combinations.
     """
     k, n = ask.classes_per_client, ask.clients
-    table = np.repeat(np.arange(ask.classes), holders).reshape(k, n).T.copy()
+    small = np.min_scalar_type(ask.classes)  # a table in the processor's cache is read several times as fast
+    table = np.repeat(np.arange(ask.classes, dtype=small), holders).reshape(k, n)
+    cells = table.reshape(-1)
     for _ in range(8 * k + 16 if n > 1 else 0):
         pair = ask.rng.permutation(n)
         a, b = pair[: n // 2], pair[n // 2 : 2 * (n // 2)]
-        i, j = ask.rng.integers(k, size=(2, n // 2))
-        mine, theirs = table[a, i], table[b, j]
-        fits = ~(table[a] == theirs[:, None]).any(axis=1) & ~(table[b] == mine[:, None]).any(axis=1)
-        table[a[fits], i[fits]], table[b[fits], j[fits]] = theirs[fits], mine[fits]
-    mixed: Ints = table[ask.rng.permutation(n)]
+        i, j = ask.rng.integers(k, size=(2, n // 2)) * n
+        i, j = i + a, j + b
+        mine, theirs = cells[i], cells[j]
+        clash = np.zeros(n // 2, dtype=bool)
+        for row in table:
+            clash |= row[a] == theirs
+            clash |= row[b] == mine
+        cells[i], cells[j] = np.where(clash, mine, theirs), np.where(clash, theirs, mine)
+    mixed: Ints = table[:, ask.rng.permutation(n)].T.astype(np.int64, order="C")
     return mixed
 
 
 def _deal_classes(held: Ints, holders: Ints, spared: Ints, ask: Ask) -> tuple[Ints, Ints]:
     """The client of each sample (-1: none), each class dealt in turn to its holders, and the samples kept for noise."""
     places = ask.rng.permutation(held.size)  # so that it is not always the first clients who get one more
-    places = places[np.argsort(_narrow(held.ravel()[places]), kind="stable")]
+    places = places[_argsort(held.ravel()[places])]
     of_class = np.split(places // held.shape[1], np.cumsum(holders)[:-1])
     client, pool = np.full(len(ask.y), -1), []
     for samples, spare, who in zip(_by_class(ask), spared, of_class, strict=True):
         pool.append(samples[:spare])
         if len(who):
             dealt = samples[spare:]
-            client[dealt] = who[np.arange(len(dealt)) % len(who)]
+            client[dealt] = np.resize(who, len(dealt))  # around and around
     return client, np.concatenate(pool)
 
 

@@ -18,10 +18,10 @@ from fedmpi.evaluate import evaluate
 from fedmpi.local import Channel, Job, LocalResult, LocalRule, nova, scaffold, sgd
 from fedmpi.local.descent import Descent
 from fedmpi.masks import MASKS, MaskKnobs
+from fedmpi.rounds import State, begin, largest, rounds
 from fedmpi.server import RULES, Moments, ServerRule
 from fedmpi.tally import Tally
 from fedmpi.task import Task
-from fedmpi.train import State, begin, largest, rounds
 
 LENGTH = tasks(1)[0].layout.length
 PARAMS = tasks(1)[0].layout.params
@@ -283,7 +283,7 @@ def test_it_learns_and_evaluation_is_the_same_on_any_number_of_ranks() -> None:
         scores += run_threads(size, work)
     assert len(set(scores)) == 1
     before, after = scores[0]
-    assert after.accuracy > max(before.accuracy, 0.6) and after.loss < before.loss
+    assert after.metric > max(before.metric, 0.6) and after.loss < before.loss
 
 
 @pytest.mark.parametrize("size", [float("nan"), float("inf"), 2.4e11, 1e12, 1e30])
@@ -292,7 +292,7 @@ def test_a_diverged_model_scores_nan_and_not_an_error(size: float) -> None:
     state = begin(task, algorithm(), SoloComm())
     state.model_N.mul_(size)
     score = evaluate(task, state, SoloComm(), block=10)
-    assert score.loss != score.loss and 0 <= score.accuracy <= 1
+    assert score.loss != score.loss and 0 <= score.metric <= 1
 
 
 def test_rank_zeros_model_counts_where_the_ranks_start_from_different_ones() -> None:

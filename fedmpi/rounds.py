@@ -90,8 +90,16 @@ class Report:
     agreement: float
     bytes_sent: int
     seconds: dict[str, float]
-    test_accuracy: float | None = None
+    test_metric: float | None = None
+    """the objective's metric on the test set, where it was scored"""
     test_loss: float | None = None
+    metric: str = "accuracy"
+    """what test_metric is"""
+
+    @property
+    def test_accuracy(self) -> float | None:
+        """The test metric where that is the accuracy."""
+        return self.test_metric if self.metric == "accuracy" else None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,223 @@
+"""Tiny-ImageNet: 200 classes of colour pictures of 64 x 64, from the folder or the archive that Stanford gives out.
+
+  tiny-imagenet-200/wnids.txt                        the classes, a line each; their order numbers them
+  tiny-imagenet-200/train/<wnid>/images/*.JPEG       500 a class
+  tiny-imagenet-200/val/images/*.JPEG                50 a class: our test set, as the labels of its own are not public
+  tiny-imagenet-200/val/val_annotations.txt          picture, class and a box, a line each
+
+A wnid is WordNet's name of a class. The archive is read in place and never unpacked to disk. Either may be a subset, as
+long as each class of wnids.txt has a train picture; for fewer classes, shorten that list.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from PIL import Image
+
+from fedmpi.data.arrays import Arrays
+from fedmpi.data.store import Source, Tensors, load
+from fedmpi.errors import UserError
+
+log = logging.getLogger("fedmpi")
+
+FOLDER = "tiny-imagenet-200"
+PUBLISHED = (100_000, 10_000)
+SIDE = 64
+WNIDS, ANNOTATIONS = "wnids.txt", "val/val_annotations.txt"
+TRAIN = re.compile(r"train/([^/]+)/images/[^/.][^/]*\.JPEG")  # a leading dot: what some systems put beside a file
+VAL = re.compile(r"val/images/([^/.][^/]*\.JPEG)")
+
+
+class Box(NamedTuple):
+    """A folder or an archive in Tiny-ImageNet's layout."""
+
+    path: Path
+    """that errors speak of"""
+    names: set[str]
+    """of its pictures and perhaps other files, from the top folder on"""
+    get: Callable[[str], bytes]
+    """the content of a file by its name"""
+
+
+Labelled = list[tuple[int, str]]
+"""class and name of each picture"""
+
+
+def tinyimagenet(root: Path | None = None) -> Arrays:
+    """Tiny-ImageNet's 100,000 pictures, and its 10,000 for validation as the test set."""
+    stored = load(tinyimagenet_source(root), root)
+    classes = int(stored.tensors["y"].max()) + 1  # each class has a train picture: see `train_pictures`
+    return stored.arrays("tinyimagenet", classes, augment="crop:8+flip")
+
+
+def tinyimagenet_source(root: Path | None = None) -> Source:
+    """Where Tiny-ImageNet comes from."""
+    return Source(
+        "tinyimagenet",
+        version=1,
+        read=read_files,
+        find=find_files,
+        wanted=f"get {FOLDER}.zip from the site of Stanford's course CS231n (cs231n.stanford.edu) and put it, or the "
+        f"folder {FOLDER} unpacked from it, into {{root}}",
+        published=PUBLISHED,
+    )
+
+
+def find_files(base: Path) -> list[Path]:
+    """The two lists of the folder and the folders of pictures, else the archive, by its own name before longer ones;
+    none where there is neither. The pictures are left to the reader: to list 100,000 files takes seconds, and the time
+    of a folder tells whether one has come or gone."""
+    folder = base / FOLDER
+    lists = [folder / WNIDS, folder / ANNOTATIONS]
+    if all(file.is_file() for file in lists):
+        return [*lists, *sorted(folder.glob("val/images")), *sorted(folder.glob("train/*/images"))]
+    archives = [base / f"{FOLDER}.zip", *sorted(base.glob(f"{FOLDER}*.zip"))]
+    return next(([file] for file in archives if file.is_file()), [])
+
+
+def read_files(files: list[Path]) -> Tensors:
+    """The tensors of the folder that has the two lists, or of the archive."""
+    if files[0].name == WNIDS:
+        return read_box(open_folder(files[0].parent))
+    try:
+        archive = zipfile.ZipFile(files[0])
+    except OSError as error:
+        raise unreadable(files[0], error) from error
+    except Exception as error:  # a broken directory may raise nearly anything
+        raise UserError(f"{files[0]} is damaged or cut short ({error}); replace it by the original file") from error
+    with archive:
+        return read_box(open_archive(files[0], archive))
+
+
+def open_folder(folder: Path) -> Box:
+    """The layout in a folder."""
+
+    def get(name: str) -> bytes:
+        try:
+            return (folder / name).read_bytes()
+        except OSError as error:
+            raise unreadable(folder / name, error) from error
+
+    found = [*folder.glob("train/*/images/*.JPEG"), *folder.glob("val/images/*.JPEG")]
+    return Box(folder, {file.relative_to(folder).as_posix() for file in found}, get)
+
+
+def open_archive(path: Path, archive: zipfile.ZipFile) -> Box:
+    """The layout in an archive."""
+
+    def get(name: str) -> bytes:
+        try:
+            return archive.read(f"{FOLDER}/{name}")
+        except KeyError as error:
+            raise UserError(f"{path} has no {FOLDER}/{name}; replace it by the original file") from error
+        except Exception as error:  # damaged, encrypted, packed in an unknown way: each has its own
+            raise UserError(f"{path} is damaged at {FOLDER}/{name} ({error}); replace it by the original") from error
+
+    names = {name.removeprefix(f"{FOLDER}/") for name in archive.namelist() if name.startswith(f"{FOLDER}/")}
+    return Box(path / FOLDER, names, get)
+
+
+def unreadable(path: Path, error: OSError) -> UserError:
+    """The error for a file that the system does not give."""
+    return UserError(f"{path} cannot be read ({error.strerror or error}); make it readable or replace it")
+
+
+def read_box(box: Box) -> Tensors:
+    """The tensors of all pictures: those to train by class and name, those to test by name."""
+    number = read_wnids(box)
+    train, test = train_pictures(box, number), val_pictures(box, number)
+    log.info("tinyimagenet: decoding %s pictures of %s", f"{len(train) + len(test):,}", box.path)
+    return decoded("", box, train) | decoded("test_", box, test)
+
+
+def read_lines(box: Box, name: str) -> list[str]:
+    """The lines of one of the lists that are not empty."""
+    try:
+        return [line for line in box.get(name).decode().splitlines() if line.strip()]
+    except UnicodeDecodeError as error:
+        raise UserError(f"{box.path / name} is not text ({error}); replace it by the original file") from error
+
+
+def read_wnids(box: Box) -> dict[str, int]:
+    """The number of each class."""
+    wnids = [line.strip() for line in read_lines(box, WNIDS)]
+    if not wnids or len(set(wnids)) < len(wnids):
+        raise UserError(
+            f"{box.path / WNIDS} lists {len(wnids)} classes, {len(set(wnids))} of them different; it must list at "
+            "least one, and each once"
+        )
+    return {wnid: i for i, wnid in enumerate(wnids)}
+
+
+def train_pictures(box: Box, number: dict[str, int]) -> Labelled:
+    """The pictures to train with, by class and by the numbers in their names; each class has one."""
+    pictures = []
+    for name in box.names:
+        if found := TRAIN.fullmatch(name):
+            pictures.append((class_of(box, name, found[1], number), name))
+    there = {c for c, _ in pictures}
+    if absent := [wnid for wnid, c in number.items() if c not in there]:
+        raise UserError(
+            f"{box.path} has no train/{absent[0]}/images/*.JPEG, and so for {len(absent)} of the {len(number)} classes "
+            f"of {WNIDS}; add the pictures, or leave these classes out of the list"
+        )
+    return sorted(pictures, key=lambda picture: (picture[0], natural(picture[1])))
+
+
+def val_pictures(box: Box, number: dict[str, int]) -> Labelled:
+    """The pictures to test with, by the numbers in their names."""
+    wnids: dict[str, str] = {}
+    for line in read_lines(box, ANNOTATIONS):
+        name, _, rest = line.partition("\t")
+        wnids[name] = rest.partition("\t")[0].strip()
+    pictures = []
+    for name in box.names:
+        if found := VAL.fullmatch(name):
+            if found[1] not in wnids:
+                raise UserError(f"{box.path / name} is not in {ANNOTATIONS}; add its line, or remove the picture")
+            pictures.append((class_of(box, f"{ANNOTATIONS}, {found[1]}", wnids[found[1]], number), name))
+    if not pictures:
+        raise UserError(f"{box.path} has no val/images/*.JPEG; add the pictures")
+    return sorted(pictures, key=lambda picture: natural(picture[1]))
+
+
+def class_of(box: Box, place: str, wnid: str, number: dict[str, int]) -> int:
+    """The number of a class, which must be listed."""
+    if wnid not in number:
+        raise UserError(f"{box.path / place}: class '{wnid}' is not in {WNIDS}; add it there, or remove the picture")
+    return number[wnid]
+
+
+def natural(name: str) -> tuple[str, str]:
+    """A key that sorts 2 before 10."""
+    return re.sub("[0-9]+", lambda digits: digits[0].zfill(20), name), name
+
+
+def decoded(prefix: str, box: Box, pictures: Labelled) -> Tensors:
+    """The pictures and their classes."""
+    x = np.empty((len(pictures), 3, SIDE, SIDE), np.uint8)
+    for i, (_, name) in enumerate(pictures):
+        x[i] = decode(box.path / name, box.get(name)).transpose(2, 0, 1)
+    return {f"{prefix}x": torch.from_numpy(x), f"{prefix}y": torch.tensor([c for c, _ in pictures])}
+
+
+def decode(path: Path, content: bytes) -> npt.NDArray[np.uint8]:
+    """The colours of a JPEG, [64, 64, 3], a grey one's as well; one that is not sound is refused by its name."""
+    try:
+        with Image.open(io.BytesIO(content), formats=["JPEG"]) as image:
+            if image.size == (SIDE, SIDE):
+                return np.asarray(image.convert("RGB"))
+            width, height = image.size
+    except Exception as error:  # a broken picture may raise nearly anything
+        raise UserError(f"{path} is not a JPEG that can be read ({error}); replace it by the original file") from error
+    raise UserError(f"{path} is {width} x {height}, not {SIDE} x {SIDE}; replace it by the original file")

@@ -1,0 +1,87 @@
+"""Models of torchvision: ResNet-18 as CIFAR needs it, and any classifier as `torchvision:NAME`. Weights are random.
+
+ResNet-18 (He et al., CVPR 2016) has a stem for pictures of 224x224; on 32x32 its stride and pooling would leave 8x8 to
+the first block, so here the stem is one 3x3 convolution. Group normalisation instead of batch normalisation, with two
+groups, is what Hsieh et al. (ICML 2020) and Reddi et al. (ICLR 2021) use where clients' data differ: it knows no
+statistics of a batch that would be one client's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from ..errors import UserError, nearest
+from ..imports import import_torchvision
+
+
+def resnet18_gn(channels: int, height: int, width: int, classes: int) -> nn.Module:
+    """A ResNet-18 with group normalisation."""
+    return resnet18(channels, height, width, classes, partial(nn.GroupNorm, 2))
+
+
+def resnet18_bn(channels: int, height: int, width: int, classes: int) -> nn.Module:
+    """A ResNet-18 with batch normalisation."""
+    return resnet18(channels, height, width, classes, nn.BatchNorm2d)
+
+
+def resnet18(channels: int, height: int, width: int, classes: int, norm: Callable[[int], nn.Module]) -> nn.Module:
+    """torchvision's ResNet-18 with a 3x3 stem and without pooling behind it."""
+    if min(height, width) < 8:
+        raise UserError(
+            f"resnet18-gn and resnet18-bn need images of at least 8x8; these are {height}x{width}: use --model logistic"
+        )
+    model: Any = import_torchvision().models.resnet18(num_classes=classes, norm_layer=norm)
+    model.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
+    nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")  # as torchvision its convolutions
+    model.maxpool = nn.Identity()
+    return model  # type: ignore[no-any-return]
+
+
+def names() -> list[str]:
+    """All classifiers of torchvision."""
+    models = import_torchvision().models
+    return sorted(models.list_models(module=models))
+
+
+def classifier(name: str) -> Callable[..., nn.Module]:
+    """A function that makes the classifier of that name."""
+    known = names()
+    if name not in known:
+        near = nearest(name, known)
+        hint = f"did you mean '{near}'? " if near else ""
+        lists = "python -c 'from fedmpi.models.vision import names; print(*names())'"
+        raise UserError(f"unknown torchvision model '{name}'; {hint}there are {len(known)}: {lists} lists them")
+
+    def make(channels: int, height: int, width: int, classes: int) -> nn.Module:
+        extras = special(name, height, width)
+        model: nn.Module = import_torchvision().models.get_model(name, weights=None, num_classes=classes, **extras)
+        if channels != 3:
+            change_stem(model, channels)
+        return model
+
+    return make
+
+
+def special(name: str, height: int, width: int) -> dict[str, Any]:
+    """What some builders must be told beside the number of classes."""
+    if name in ("googlenet", "inception_v3"):  # one output in training too; and silence on how weights are drawn
+        return {"aux_logits": False, "init_weights": True}
+    if name.startswith("vit_"):  # has a parameter for each position
+        if height != width:
+            raise UserError(f"torchvision model '{name}' needs square images; these are {height}x{width}")
+        return {"image_size": height}
+    if name.startswith("maxvit_"):
+        return {"input_size": (height, width)}
+    return {}
+
+
+def change_stem(model: nn.Module, channels: int) -> None:
+    """Let a model's first convolution take another number of channels; its weights are drawn anew."""
+    stem = next(module for module in model.modules() if isinstance(module, nn.Conv2d))
+    stem.in_channels = channels
+    stem.weight = nn.Parameter(stem.weight.new_empty(stem.out_channels, channels, *stem.kernel_size))
+    stem.reset_parameters()
