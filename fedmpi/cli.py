@@ -26,6 +26,7 @@ USAGE = f"""fedmpi {__version__}: {ABOUT}
 commands:
   train     train a model; 'fedmpi train --help' lists every knob
   compare   a table of runs: 'fedmpi compare RUN [RUN ...]'
+  data      data sets: 'fedmpi data list', 'prepare' and 'show'; 'fedmpi data --help' tells more
 
 several ranks (more, and Slurm, in docs/guide.md):
   torchrun --standalone --nproc-per-node=2 -m fedmpi train ...
@@ -61,13 +62,11 @@ def complain(sentence: str) -> None:
 
 def train(arguments: list[str]) -> int:
     """`fedmpi train`: on every rank of whatever launched it."""
-    import torch
-
     from .comm import agree_early, connect
-    from .env import available_cores, choose_device, find_place, threads_per_rank
+    from .env import find_place
     from .log import set_up
     from .options import parse
-    from .run import prepare
+    from .run import prepare, settle
 
     place = find_place(os.environ)
     set_up(place.rank, place.size)
@@ -75,11 +74,7 @@ def train(arguments: list[str]) -> int:
         asked = "--comm=mpi" in arguments or ("--comm", "mpi") in zip(arguments, arguments[1:], strict=False)
         prepared = agree_early(place, asked or place.launcher == "mpi", lambda: prepare(parse(arguments)))
         cfg = prepared.cfg
-        torch.set_num_threads(threads_per_rank(place, cfg.threads, available_cores()))
-        device = torch.device(choose_device(place, cfg.device, torch.cuda.device_count()))
-        if cfg.deterministic and device.type == "cuda":
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.use_deterministic_algorithms(True)
+        device = settle(cfg, place)
         comm = connect(cfg.comm, place, device, cfg.timeout, os.environ)
     except AgreedError as error:
         if place.rank == 0:
@@ -137,4 +132,11 @@ def compare(arguments: list[str]) -> int:
     return 0
 
 
-COMMANDS = {"train": train, "compare": compare}
+def data(arguments: list[str]) -> int:
+    """`fedmpi data`: what is here, and what a split does to it."""
+    from .datacmd import main as run_command
+
+    return run_command(arguments)
+
+
+COMMANDS = {"train": train, "compare": compare, "data": data}
