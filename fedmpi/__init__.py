@@ -1,3 +1,37 @@
-"""fedmpi: federated learning on torch.distributed, MPI and Slurm, with gradient masked averaging as one collective."""
+"""fedmpi: federated learning on torch.distributed, MPI and Slurm, with gradient masked averaging as one collective.
+
+    import fedmpi
+    result = fedmpi.train(model, clients, test, algorithm="fedavg", mask="gma", rounds=20)
+
+`fedmpi.train` and what it takes are imported when they are first used: `import fedmpi` alone does not import torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .algorithms import Algorithm, Row
+    from .api import Result, train
+    from .data import Arrays, Datasets
+    from .objective import Objective
 
 __version__ = "0.1.0"
+__all__ = ["Algorithm", "Arrays", "Datasets", "Objective", "Result", "Row", "train"]
+
+_HOMES = {
+    "Algorithm": "algorithms",
+    "Arrays": "data",
+    "Datasets": "data",
+    "Objective": "objective",
+    "Result": "api",
+    "Row": "algorithms",
+    "train": "api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'fedmpi' has no attribute '{name}'")
+    return getattr(import_module(f"fedmpi.{_HOMES[name]}"), name)

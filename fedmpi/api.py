@@ -1,0 +1,208 @@
+"""`fedmpi.train`: federated training as a Python call, in a notebook or a script, alone or under a launcher.
+
+The same machinery as the command line: every knob of it is a keyword here. In a script that torchrun or mpiexec has
+started, every rank makes the same call and gets the same result.
+"""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import os
+import random
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from .algorithms import Algorithm, Row
+from .comm import Comm, agreed, connect, share_node
+from .config import Config
+from .data import Arrays, Data, Datasets, as_data
+from .data.own import is_pair
+from .env import Place, find_place
+from .errors import CommonError, UserError
+from .log import record
+from .options import from_values
+from .run import Given, Outcome, Prepared, prepare, run, settle, trained_tensors
+
+
+class Link(NamedTuple):
+    """A connection to the other ranks, and the kind of device it was made for."""
+
+    comm: Comm
+    device: str
+
+
+_connected: list[Link] = []  # at most one, for as long as this process lasts
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a training has come to; the same on every rank."""
+
+    model: nn.Module
+    """trained, on the CPU; the one that was handed over is left as it was"""
+    history: list[dict[str, Any]]
+    """a dict a round, as the lines of metrics.jsonl"""
+    config: Config
+    """every knob as it was used"""
+    out: Path | None
+    """the run folder, where one was asked for"""
+
+
+def train(
+    model: nn.Module | str | None,
+    data: Any,
+    test: Any = None,
+    *,
+    algorithm: str | Row | Algorithm = "fedavg",
+    out: str | Path | None = None,
+    quiet: bool = False,
+    **knobs: Any,
+) -> Result:
+    """Train a model by federated learning.
+
+    model      a module, the name of one (as --model), or None for the one that fits the data
+    data       the clients' data sets: a list or dict with one for each client, a torch Dataset of (sample, label) pairs
+               or a pair (samples, labels) of arrays. Or data that `split` and `clients` deal out: an `Arrays`, a
+               `Datasets`, or a name (as --data)
+    test       for clients' data sets: what to score the model on, of the same kinds
+    algorithm  a name (as --algorithm), a `Row`, or an `Algorithm` put together from rules
+    out        a run folder, as of the command line; None: nothing is written
+    quiet      print nothing
+    knobs      any option of `fedmpi train`: rounds=20, cohort=5, mask="gma", local={"lr": 0.05, "epochs": 2}, ...
+
+    A mistake is a `fedmpi.errors.UserError`, on every rank alike.
+    """
+    place = find_place(os.environ)
+
+    def ready() -> Prepared:
+        given, chosen = choose(model, data, test, algorithm, knobs)
+        cfg = from_values({"log": "none", **chosen, "out": None if out is None else str(out)})
+        if isinstance(algorithm, Algorithm) and algorithm.meta is not None and not cfg.meta.size:
+            raise UserError("the algorithm has a meta step, but meta is without a size; give meta={'size': SAMPLES}")
+        prepared = prepare(cfg, given)
+        return replace(prepared, out=None if out is None else prepared.out)
+
+    with undisturbed():
+        if _connected:
+            with agreed(_connected[0].comm):  # a mistake of one rank is that of all
+                prepared = ready()
+        else:
+            prepared = ready()
+        device = settle(prepared.cfg, place)
+        comm = link(prepared.cfg, place, device)
+        with together(comm):
+            outcome = run(prepared, comm, place, device, os.environ, quiet)
+    return Result(exported(outcome), [record(report) for report in outcome.history], outcome.cfg, prepared.out)
+
+
+def choose(model: Any, data: Any, test: Any, algorithm: Any, knobs: Mapping[str, Any]) -> tuple[Given, dict[str, Any]]:
+    """What was handed over, and the knobs that follow from it."""
+    chosen = dict(knobs)
+    module = copy.deepcopy(model) if isinstance(model, nn.Module) else None
+    made = algorithm if isinstance(algorithm, Row | Algorithm) else None
+    for reserved in ("data", "model", "out", "algorithm"):
+        if reserved in knobs:
+            raise UserError(f"fedmpi.train takes {reserved} by its own argument; leave it out of the knobs")
+    if not isinstance(model, nn.Module | str | None):
+        raise UserError(f"model is {type(model).__name__}; it must be a torch.nn.Module, a name, or None")
+    if not isinstance(algorithm, str | Row | Algorithm):
+        raise UserError(f"algorithm is {type(algorithm).__name__}; it must be a name, a Row or an Algorithm")
+    chosen |= {"model": model if module is None else None, "algorithm": algorithm if made is None else "own"}
+    if isinstance(data, str) or isinstance(data, Arrays | Datasets):
+        if test is not None:
+            raise UserError("test is given beside data that bring their own; leave it out")
+        chosen["data"] = data if isinstance(data, str) else data.name
+        found = None if isinstance(data, str) else data
+    else:
+        found = of_clients(data, test, chosen)
+    return Given(found, module, made), chosen
+
+
+def of_clients(data: Any, test: Any, chosen: dict[str, Any]) -> Data:
+    """The clients' data sets as one, and, in `chosen`, the split that gives each its own back."""
+    if is_pair(data):
+        raise UserError(
+            "data is one pair (samples, labels); give a list with a pair for each client, or an Arrays and clients="
+        )
+    if not isinstance(data, Mapping | Sequence) or not len(data):
+        raise UserError(
+            f"data is {type(data).__name__}; it must be a list or dict of the clients' data sets, an Arrays, a "
+            "Datasets, or a name"
+        )
+    if test is None:
+        raise UserError("test is missing; give what the model is to be scored on: a Dataset, or a pair of arrays")
+    if "split" in chosen or "clients" in chosen:
+        raise UserError("split or clients is given beside the clients' data sets, which are the split; leave it out")
+    parts = list(data.values()) if isinstance(data, Mapping) else list(data)
+    chosen |= {"data": "your data", "split": "natural", "clients": len(parts)}
+    chosen.setdefault("cohort", min(10, len(parts)))
+    return as_data(parts, test)
+
+
+def link(cfg: Config, place: Place, device: torch.device) -> Comm:
+    """This rank's connection to the others: made at the first call, ended with the process."""
+    if not _connected:
+        comm = connect(cfg.comm, place, device, cfg.timeout, os.environ)
+        if device.type == "cpu":
+            share_node(comm)
+        _connected.append(Link(comm, device.type))
+        atexit.register(comm.close)
+    if _connected[0].device != device.type and place.size > 1:
+        raise UserError(
+            f"the ranks of this process are connected for {_connected[0].device}, and device is now {device.type}; "
+            "keep to one of them in a script"
+        )
+    return _connected[0].comm
+
+
+@contextmanager
+def together(comm: Comm) -> Iterator[None]:
+    """Let a fault that this rank alone has, which the others would wait for in vain, end all of them."""
+    try:
+        yield
+    except (UserError, CommonError):  # raised on every rank alike
+        raise
+    except BaseException:
+        if comm.size == 1:
+            raise
+        sys.stderr.write(f"fedmpi: rank {comm.rank}: {traceback.format_exc()}")
+        comm.abort(1)
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Puts random numbers (of torch, numpy and Python) and torch's threads and choice of kernels back as the caller had
+    them."""
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    plain, numpys = random.getstate(), np.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+            torch.use_deterministic_algorithms(deterministic)
+            random.setstate(plain)
+            np.random.set_state(numpys)
+
+
+def exported(outcome: Outcome) -> nn.Module:
+    """The trained model, its tensors in memory of their own."""
+    tensors = trained_tensors(outcome.task, outcome.state)
+    model = copy.deepcopy(outcome.task.model).cpu()
+    named = dict(model.named_parameters()) | dict(model.named_buffers())
+    for name, tensor in tensors.items():
+        if name in named:
+            named[name].data = tensor
+            named[name].grad = None
+    return model.eval()

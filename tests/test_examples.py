@@ -1,0 +1,256 @@
+"""The examples do what their docstrings say, by the commands as they stand there."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from conftest import BIN, REPO, rank_environment
+from shell import ALONE, sandbox
+
+from fedmpi import api
+from fedmpi.cli import main
+from fedmpi.errors import UserError
+
+pytestmark = pytest.mark.timeout(300)
+
+EXAMPLES = REPO / "examples"
+TRAINING = ("own_arrays", "own_dataset", "own_model")
+
+
+def commands(example: str) -> list[str]:
+    """The commands in an example's docstring, each in one line."""
+    text = (EXAMPLES / f"{example}.py").read_text(encoding="utf-8").split('"""')[1].replace("\\\n", " ")
+    return [line.strip() for line in text.splitlines() if re.match(r" {4}(fedmpi|python|torchrun|mpiexec) ", line)]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that looks like the root of the checkout, to write into; fedmpi itself is found elsewhere."""
+    folder = tmp_path_factory.mktemp("checkout")
+    (folder / "examples").symlink_to(EXAMPLES)
+    (folder / "installed").mkdir()
+    (folder / "installed" / "fedmpi").symlink_to(REPO / "fedmpi")
+    return folder
+
+
+def start(command: list[str], root: Path) -> str:
+    """What a command prints that was started in the root of the checkout."""
+    ours = {"PYTHONPATH": str(root / "installed"), "FEDMPI_CACHE": str(root / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, cwd=root, env=rank_environment() | ours, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def trained(command: str, root: Path) -> dict[str, Any]:
+    """The finished.json of a `fedmpi train`, which is run the first time that it is asked for."""
+    words = shlex.split(command)
+    out = root / words[words.index("--out") + 1]
+    if not out.exists():
+        said = start([str(BIN / "fedmpi"), *words[1:], "--threads", "1"], root)
+        assert f"done: {out.relative_to(root)}" in said
+    finished: dict[str, Any] = json.loads((out / "finished.json").read_text())
+    return finished
+
+
+def test_all_examples_are_tested_here() -> None:
+    here = {path.name for path in EXAMPLES.iterdir() if path.name != "__pycache__"}
+    assert here == {f"{name}.py" for name in (*TRAINING, "python_call")} | {"notebook.ipynb"}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("example", TRAINING)
+def test_an_example_trains_by_its_commands(example: str, root: Path) -> None:
+    assert commands(example)
+    for command in commands(example):
+        finished = trained(command, root)
+        if "test_error" in finished:  # degrees; to guess the mean is off by more than five
+            assert finished["test_error"] < 2.5, command
+        else:  # a third would be chance
+            assert finished["best_test_accuracy"] > 0.6, command
+
+
+@pytest.mark.processes
+def test_workers_do_not_change_a_bit(root: Path) -> None:
+    plain, with_workers = commands("own_dataset")
+    assert "--workers 2" in with_workers and "--workers" not in plain
+    assert trained(plain, root)["model_sha256"] == trained(with_workers, root)["model_sha256"]
+
+
+def lines(said: str) -> list[str]:
+    """The lines that examples/python_call.py prints, checked for their form."""
+    found = said.splitlines()
+    assert len(found) == 2 and all(re.fullmatch(r"[a-z ]+: accuracy 0\.\d{3}, sha256 [0-9a-f]{64}", f) for f in found)
+    return found
+
+
+@pytest.mark.launchers
+def test_the_python_call_gives_the_same_alone_and_under_launchers(root: Path, mpiexec: list[str]) -> None:
+    alone, torchrun, mpi = (shlex.split(command) for command in commands("python_call"))
+    assert alone[0] == "python" and torchrun[0] == "torchrun" and mpi[0] == "mpiexec"
+    said = lines(start([sys.executable, *alone[1:]], root))
+    assert all(float(re.findall(r"0\.\d{3}", line)[0]) > 0.6 for line in said) and len(set(said)) == 2
+    assert lines(start([str(BIN / "torchrun"), *torchrun[1:]], root)) == said
+    mpi[mpi.index("python")] = sys.executable
+    assert lines(start([*mpiexec, *mpi[1:]], root)) == said
+
+
+# The folder of pictures
+
+
+@pytest.fixture
+def own_dataset(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(REPO))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    return importlib.import_module("examples.own_dataset")
+
+
+def test_pictures_are_drawn_once_and_under_the_folder_that_is_given(own_dataset: ModuleType, tmp_path: Path) -> None:
+    data = own_dataset.make(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["example-shapes"]
+    assert (len(data.train), len(data.test)) == (300, 90)
+    item, kind = data.train[5]
+    assert item.shape == (1, 16, 16) and kind == data.train.targets[5] == 2
+    file = tmp_path / "example-shapes" / "train" / "000-0.npy"
+    file.unlink()
+    assert len(own_dataset.make(tmp_path).train) == 299, "what is there is used as it is"
+
+
+def test_pictures_go_to_the_cache_without_a_folder(
+    own_dataset: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDMPI_CACHE", str(tmp_path / "cache"))
+    own_dataset.make(None)
+    assert [p.name for p in (tmp_path / "cache").iterdir()] == ["example-shapes"]
+
+
+def test_a_process_that_comes_second_leaves_what_is_there(own_dataset: ModuleType, tmp_path: Path) -> None:
+    folder = tmp_path / "shapes"
+    own_dataset.draw(folder)
+    (folder / "train" / "000-0.npy").write_bytes(b"of the first")
+    own_dataset.draw(folder)
+    assert (folder / "train" / "000-0.npy").read_bytes() == b"of the first"
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_rename_that_fails_for_another_reason_is_told(
+    own_dataset: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(old: Path, new: Path) -> None:
+        raise PermissionError("not here")
+
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(PermissionError, match="not here"):
+        own_dataset.draw(tmp_path / "shapes")
+    assert not list(tmp_path.iterdir())
+
+
+# The notebook
+
+
+def test_the_notebook_is_one_without_outputs() -> None:
+    notebook = json.loads((EXAMPLES / "notebook.ipynb").read_text(encoding="utf-8"))
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5) and isinstance(notebook["metadata"], dict)
+    ids = [cell["id"] for cell in notebook["cells"]]
+    assert len(set(ids)) == len(ids) and all(re.fullmatch(r"[\w-]{1,64}", name) for name in ids)
+    for cell in notebook["cells"]:
+        assert cell["cell_type"] in ("markdown", "code") and all(isinstance(line, str) for line in cell["source"])
+        wanted = {"id", "cell_type", "metadata", "source"}
+        if cell["cell_type"] == "code":
+            assert cell["outputs"] == [] and cell["execution_count"] is None
+            wanted |= {"outputs", "execution_count"}
+        assert set(cell) == wanted
+
+
+def test_the_notebook_runs_from_the_first_cell_to_the_last(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    import matplotlib
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(api, "find_place", lambda environ: ALONE)
+    with matplotlib.rc_context({"backend": "Agg"}):
+        import matplotlib.pyplot as plt
+
+        monkeypatch.setattr(plt, "show", lambda: None)
+        space: dict[str, Any] = {}
+        for cell in json.loads((EXAMPLES / "notebook.ipynb").read_text(encoding="utf-8"))["cells"]:
+            if cell["cell_type"] == "code":
+                exec("".join(cell["source"]), space)
+        plt.close("all")
+    mean, gma, hard = ([h["test_accuracy"] for h in result.history] for result in space["results"].values())
+    assert len(mean) == len(gma) == len(hard) == 20
+    assert mean[4] < gma[4] < hard[4], "the masks are faster"
+    assert [len(line.get_xdata()) for line in space["axes"].get_lines()] == [20, 20, 20]
+    assert capsys.readouterr().out.count("measurements") == 3
+    assert not list(tmp_path.iterdir())
+
+
+# The page
+
+PAGE = (REPO / "docs" / "own-data.md").read_text(encoding="utf-8")
+FENCED = PAGE.split("```")[1::2]
+BLOCKS = [block.removeprefix("python\n") for block in FENCED if block.startswith("python\n")]
+LINES = [line for block in FENCED if block.startswith("\n") for line in block.replace("\\\n", " ").splitlines()]
+OURS = [line for line in LINES if line.startswith("fedmpi train --data my_data:")]
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Iterator[Path]:
+    """A folder with the page's file to work in; no trace of the module afterwards."""
+    (tmp_path / "my_data.py").write_text("\n\n".join(BLOCKS[:-1]))
+    with sandbox() as patch:
+        patch.chdir(tmp_path)
+        patch.setattr(api, "find_place", lambda environ: ALONE)
+        patch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+        patch.setattr(sys, "dont_write_bytecode", True)
+        yield tmp_path
+    sys.modules.pop("my_data", None)
+
+
+def words(command: str) -> list[str]:
+    return shlex.split(command)
+
+
+def test_the_page_has_the_blocks_and_the_commands_that_it_speaks_of() -> None:
+    assert BLOCKS[0].startswith("# my_data.py") and BLOCKS[-1].startswith("# my_run.py") and len(OURS) == 4
+    others = [words(line) for line in LINES if line.startswith(("fedmpi", "python", "torchrun", "mpiexec"))]
+    of_examples = [words(c) for name in (*TRAINING, "python_call") for c in commands(name)]
+    assert all(line in of_examples or line in map(words, OURS) for line in others)
+
+
+@pytest.mark.parametrize("command", OURS, ids=lambda command: words(command)[3])
+def test_the_commands_of_the_page_train(command: str, page: Path) -> None:
+    assert main([*words(command)[1:], "--threads", "1", "--log", "none"]) == 0
+    finished = json.loads((page / words(command)[-1] / "finished.json").read_text())
+    assert set(finished) & {"test_accuracy", "test_hits"}
+    lines = [json.loads(line) for line in (page / words(command)[-1] / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["test_loss"] < lines[0]["test_loss"]
+
+
+def test_the_pages_arrays_its_model_and_its_script(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    knobs: dict[str, Any] = {"threads": 1, "quiet": True, "local": {"lr": 0.1, "batch": 10}}
+    result = api.train("my_data:net", "my_data:arrays", split="natural", clients=20, cohort=10, rounds=5, **knobs)
+    assert result.history[-1]["test_accuracy"] > 0.8 and result.model[0].weight.shape == (8, 1, 3, 3)
+    capsys.readouterr()
+    exec(BLOCKS[-1].replace("rounds=5", "rounds=5, threads=1"), {})
+    accuracy, rate = capsys.readouterr().out.splitlines()[-1].split()
+    assert float(accuracy) > 0.6 and rate == "0.01" and (page / "model.pt").exists()
+
+
+def test_a_model_that_asks_for_what_nobody_offers_reads_as_the_page_says(page: Path) -> None:
+    with (page / "my_data.py").open("a") as file:
+        file.write("\n\ndef wrong(channels, depth):\n    return net(channels, depth)\n")
+    with pytest.raises(UserError) as caught:
+        api.train("my_data:wrong", "my_data:plain", split="iid", clients=3, cohort=1, quiet=True)
+    assert f"`{caught.value}`" in PAGE
