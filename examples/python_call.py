@@ -14,14 +14,12 @@ calls and gets the same results; so make the data in the same way on all of them
 from __future__ import annotations
 
 import hashlib
-import os
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import fedmpi
-from fedmpi.env import find_place
 from fedmpi.local import sgd
 from fedmpi.masks import make_mask
 from fedmpi.server import ServerKnobs, make_server
@@ -63,8 +61,8 @@ def main() -> None:
         "put together": fedmpi.train(model, clients, test, algorithm=mine, **knobs),
         "by its name": fedmpi.train(model, clients, test, algorithm="scaffold", mask="mean", **knobs),
     }
-    if find_place(os.environ).rank == 0:
-        for name, result in results.items():
+    for name, result in results.items():
+        if result.rank == 0:
             print(f"{name}: accuracy {result.history[-1]['test_accuracy']:.3f}, sha256 {digest(result.model)}")
 
 

@@ -22,16 +22,19 @@ import numpy as np
 import torch
 from torch import nn
 
-from .algorithms import Algorithm, Row
-from .comm import Comm, agreed, connect, share_node
+from .algorithms import Algorithm, MetaStep, Row
+from .comm import Comm, agree_early, agreed, connect, share_node
 from .config import Config
 from .data import Arrays, Data, Datasets, as_data
 from .data.own import is_pair
 from .env import Place, find_place
 from .errors import CommonError, UserError
+from .local import LocalRule
 from .log import record
-from .options import from_values
+from .masks import Mask
+from .options import from_values, plain
 from .run import Given, Outcome, Prepared, prepare, run, settle, trained_tensors
+from .server import ServerRule
 
 
 class Link(NamedTuple):
@@ -41,6 +44,7 @@ class Link(NamedTuple):
     device: str
 
 
+WORK = ("epochs", "steps", "batch", "work")  # what of a client's knobs is not its rule's
 _connected: list[Link] = []  # at most one, for as long as this process lasts
 
 
@@ -56,6 +60,8 @@ class Result:
     """every knob as it was used"""
     out: Path | None
     """the run folder, where one was asked for"""
+    rank: int
+    """that of this process: let one of them print or save, such as 0"""
 
 
 def train(
@@ -85,7 +91,7 @@ def train(
     place = find_place(os.environ)
 
     def ready() -> Prepared:
-        given, chosen = choose(model, data, test, algorithm, knobs)
+        given, chosen = choose(model, data, test, algorithm, out, knobs)
         cfg = from_values({"log": "none", **chosen, "out": None if out is None else str(out)})
         if isinstance(algorithm, Algorithm) and algorithm.meta is not None and not cfg.meta.size:
             raise UserError("the algorithm has a meta step, but meta is without a size; give meta={'size': SAMPLES}")
@@ -97,17 +103,22 @@ def train(
             with agreed(_connected[0].comm):  # a mistake of one rank is that of all
                 prepared = ready()
         else:
-            prepared = ready()
+            prepared = agree_early(place, place.launcher == "mpi" or knobs.get("comm") == "mpi", ready)
         device = settle(prepared.cfg, place)
         comm = link(prepared.cfg, place, device)
         with together(comm):
             outcome = run(prepared, comm, place, device, os.environ, quiet)
-    return Result(exported(outcome), [record(report) for report in outcome.history], outcome.cfg, prepared.out)
+    history = [record(report) for report in outcome.history]
+    return Result(exported(outcome), history, outcome.cfg, prepared.out, comm.rank)
 
 
-def choose(model: Any, data: Any, test: Any, algorithm: Any, knobs: Mapping[str, Any]) -> tuple[Given, dict[str, Any]]:
+def choose(
+    model: Any, data: Any, test: Any, algorithm: Any, out: Any, knobs: Mapping[str, Any]
+) -> tuple[Given, dict[str, Any]]:
     """What was handed over, and the knobs that follow from it."""
     chosen = dict(knobs)
+    if not isinstance(out, str | Path | None):
+        raise UserError(f"out is {type(out).__name__}; it must be the name of a folder, or None")
     module = copy.deepcopy(model) if isinstance(model, nn.Module) else None
     made = algorithm if isinstance(algorithm, Row | Algorithm) else None
     for reserved in ("data", "model", "out", "algorithm"):
@@ -117,6 +128,8 @@ def choose(model: Any, data: Any, test: Any, algorithm: Any, knobs: Mapping[str,
         raise UserError(f"model is {type(model).__name__}; it must be a torch.nn.Module, a name, or None")
     if not isinstance(algorithm, str | Row | Algorithm):
         raise UserError(f"algorithm is {type(algorithm).__name__}; it must be a name, a Row or an Algorithm")
+    if isinstance(algorithm, Algorithm):
+        check_algorithm(algorithm, knobs)
     chosen |= {"model": model if module is None else None, "algorithm": algorithm if made is None else "own"}
     if isinstance(data, str) or isinstance(data, Arrays | Datasets):
         if test is not None:
@@ -128,13 +141,34 @@ def choose(model: Any, data: Any, test: Any, algorithm: Any, knobs: Mapping[str,
     return Given(found, module, made), chosen
 
 
+def check_algorithm(algorithm: Algorithm, knobs: Mapping[str, Any]) -> None:
+    """Refuse an algorithm that is not made of rules, and knobs that it would make nothing of."""
+    kinds = {"local": LocalRule, "mask": Mask, "server": ServerRule, "meta": MetaStep | None}
+    for name, kind in kinds.items():
+        if not isinstance(value := getattr(algorithm, name), kind):
+            raise UserError(
+                f"the algorithm's {name} is {type(value).__name__}; see docs/own-algorithm.md for what it is"
+            )
+    usual, given = plain(Config()), {name: plain(value) for name, value in knobs.items()}
+    asked = {name for name in ("mask", "tau", "sharpness", "server") if given.get(name, usual[name]) != usual[name]}
+    local = given.get("local") or {}
+    asked |= {f"local.{k}" for k, v in local.items() if k not in WORK and v != usual["local"].get(k)}
+    if asked:
+        raise UserError(
+            f"{', '.join(sorted(asked))} is given beside an Algorithm, which has its rules already; leave it out, or "
+            "give the algorithm by name"
+        )
+
+
 def of_clients(data: Any, test: Any, chosen: dict[str, Any]) -> Data:
     """The clients' data sets as one, and, in `chosen`, the split that gives each its own back."""
     if is_pair(data):
         raise UserError(
             "data is one pair (samples, labels); give a list with a pair for each client, or an Arrays and clients="
         )
-    if not isinstance(data, Mapping | Sequence) or not len(data):
+    if isinstance(data, Mapping | Sequence) and not len(data):
+        raise UserError("data is empty; give a data set for each client")
+    if not isinstance(data, Mapping | Sequence):
         raise UserError(
             f"data is {type(data).__name__}; it must be a list or dict of the clients' data sets, an Arrays, a "
             "Datasets, or a name"
@@ -200,9 +234,7 @@ def exported(outcome: Outcome) -> nn.Module:
     """The trained model, its tensors in memory of their own."""
     tensors = trained_tensors(outcome.task, outcome.state)
     model = copy.deepcopy(outcome.task.model).cpu()
-    named = dict(model.named_parameters()) | dict(model.named_buffers())
-    for name, tensor in tensors.items():
-        if name in named:
-            named[name].data = tensor
-            named[name].grad = None
+    for name, tensor in (dict(model.named_parameters()) | dict(model.named_buffers())).items():
+        tensor.data = tensors[name] if name in tensors else tensor.detach().clone()
+        tensor.grad = None
     return model.eval()

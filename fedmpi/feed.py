@@ -8,9 +8,9 @@ What a Dataset's own transforms draw (from torch, numpy or random) is seeded for
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -20,6 +20,9 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from .augment import make_augment
 from .data import Arrays, Data, Datasets
+from .plugins import one_line
+
+log = logging.getLogger("fedmpi")
 
 Pair = tuple[Tensor, Tensor]
 """what the model takes, and the labels"""
@@ -144,11 +147,18 @@ class DatasetFeed:
 
     def read(self, part: str, keys: list[list[tuple[int, int]]], workers: int) -> Iterator[Pair]:
         """Pairs of samples and labels for lists of keys, in their order."""
-        items = self.parts[part]
-        if not workers or not keys:
-            return (default_collate([items[key] for key in some]) for some in keys)
-        threads = partial(set_threads, torch.get_num_threads())  # sums of many numbers depend on them
-        return iter(DataLoader(items, batch_sampler=keys, num_workers=min(workers, len(keys)), worker_init_fn=threads))
+        items, done = self.parts[part], 0
+        try:
+            if workers and keys:
+                for pair in DataLoader(items, batch_sampler=keys, num_workers=min(workers, len(keys))):
+                    yield pair
+                    done += 1
+        except RuntimeError as error:
+            if not str(error).startswith("DataLoader worker"):  # an item's own error begins otherwise
+                raise
+            log.warning("a process that reads ahead died (%s); reading on without", one_line(error))
+        for some in keys[done:]:
+            yield collate(items, some)
 
     def convert(self, pair: Pair) -> Pair:
         """A pair on the device, in the kinds that model and loss take; labels that are no classes are refused."""
@@ -161,9 +171,15 @@ class DatasetFeed:
         return x, y.to(torch.int64 if self.whole else self.dtype)
 
 
-def set_threads(threads: int, worker: int) -> None:
-    """Give a worker process the threads of its rank."""
-    torch.set_num_threads(threads)
+def collate(items: Seeded, keys: list[tuple[int, int]]) -> Pair:
+    """Items put together; read with one thread, as worker processes do: the last bits of long sums depend on it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        pair: Pair = default_collate([items[key] for key in keys])
+    finally:
+        torch.set_num_threads(threads)
+    return pair
 
 
 def keys_of(samples: Tensor, seed: int) -> list[tuple[int, int]]:

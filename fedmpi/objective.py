@@ -97,7 +97,8 @@ def check_outputs(outputs: object, labels: Tensor, classes: int, objective: Obje
         return  # somebody's own: who knows what it takes
     wanted = [*labels.shape, classes] if objective.whole else list(labels.shape)
     if isinstance(outputs, Tensor):
-        fits = list(outputs.shape) == wanted or (not objective.whole and outputs.numel() == labels.numel())
+        more = objective.whole and list(outputs.shape[:-1]) == wanted[:-1] and outputs.shape[-1:] > (classes,)
+        fits = list(outputs.shape) == wanted or more or (not objective.whole and outputs.numel() == labels.numel())
         given = f"a tensor {list(outputs.shape)}"
     else:
         fits, given = False, type(outputs).__name__

@@ -31,6 +31,10 @@ def parse(arguments: list[str]) -> Config:
     """The configuration of a command line: YAML files first, then the options in their order."""
     parser = make_parser("fedmpi train", ABOUT, Config)
     check_renaming(arguments)
+    for before, word in zip(["", *arguments], arguments, strict=False):
+        name, equals, value = word.partition("=") if word.startswith("--") else (before, "=", word)
+        if equals:
+            refuse_comment(name.removeprefix("--"), value)
     return filled(parser, Config, lambda: parser.parse_args(files_first(without_aliases(arguments))))
 
 
@@ -144,6 +148,12 @@ def check_file(path: Path) -> None:
     check_keys(f"--config {path}", tree, knobs(Config()))
 
 
+def refuse_comment(name: str, value: str) -> None:
+    """Refuse a value that the parser would take for a comment, and so for null."""
+    if value.lstrip().startswith("#"):
+        raise UserError(f"--{name} is '{value}'; a value cannot begin with #")
+
+
 def refuse_twice(node: yaml.Node | None) -> None:
     """Refuse a key that stands twice in one group: the first would be lost without a word."""
     if not isinstance(node, yaml.MappingNode):
@@ -170,6 +180,8 @@ def check_keys(where: str, tree: Any, known: dict[str, Any], prefix: str = "") -
             raise UserError(f"'{key}' in {where} stands beside its group '{key.partition('.')[0]}'; write it in there")
         if dataclasses.is_dataclass(known[name]):
             check_keys(where, value, known, f"{name}.")
+        elif isinstance(value, str):
+            refuse_comment(name, value)
 
 
 def knobs(part: Any, prefix: str = "") -> dict[str, Any]:

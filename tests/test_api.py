@@ -72,7 +72,8 @@ def linear(seed: int = 0, features: int = FEATURES, outputs: int = CLASSES) -> n
 
 def train(model: Any, data: Any, test: Any = TEST, **changes: Any) -> Result:
     """A quick and quiet training."""
-    return fedmpi.train(model, data, test, **({"local": LOCAL} | QUICK | changes))
+    local = {"batch": 8} if isinstance(changes.get("algorithm"), Algorithm) else LOCAL  # which has its rates
+    return fedmpi.train(model, data, test, **({"local": local} | QUICK | changes))
 
 
 def refused(model: Any, data: Any, test: Any = TEST, **changes: Any) -> str:
@@ -390,7 +391,7 @@ def test_a_wrong_knob_is_refused_in_a_sentence(case: str) -> None:
 def test_what_has_an_argument_of_its_own_is_no_knob(name: str) -> None:
     said = f"fedmpi.train takes {name} by its own argument; leave it out of the knobs"
     with pytest.raises(UserError, match=said):
-        api.choose(linear(), pairs(), TEST, "fedavg", {name: "x"})
+        api.choose(linear(), pairs(), TEST, "fedavg", None, {name: "x"})
 
 
 # Data and models that do not do
@@ -405,8 +406,8 @@ class Endless:
 
 NONE = (torch.zeros(0, FEATURES), torch.zeros(0, dtype=torch.int64))
 WRONG_DATA: dict[str, tuple[Any, Any, str]] = {
-    "an empty list": ([], TEST, "data is list; it must be"),
-    "an empty dict": ({}, TEST, "data is dict; it must be"),
+    "an empty list": ([], TEST, "data is empty; give a data set for each client"),
+    "an empty dict": ({}, TEST, "data is empty; give a data set for each client"),
     "nothing": (None, TEST, "data is NoneType; it must be a list or dict of the clients' data sets, an Arrays, a"),
     "one pair": (TEST, TEST, "data is one pair (samples, labels); give a list with a pair for each client"),
     "one data set": (TensorDataset(*TEST), TEST, "data is TensorDataset; it must be a list or dict of the clients'"),
@@ -731,3 +732,28 @@ def test_two_ranks_give_the_same_bits_as_one_and_raise_the_same(tmp_path: Path) 
     ]
     assert told[0][5:] == [numbers(train("logistic", pairs()))]
     assert (tmp_path / "run" / "finished.json").exists() and done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("knobs", "named"),
+    [
+        ({"mask": "gma"}, "mask"),
+        ({"local": {"lr": 0.5, "batch": 4}, "tau": 0.3}, "local.lr, tau"),
+        ({"server": {"lr": 2.0}}, "server"),
+        ({"local": Local(momentum=0.5)}, "local.momentum"),
+    ],
+)
+def test_knobs_that_an_algorithm_has_already_are_refused(knobs: dict[str, Any], named: str) -> None:
+    said = refused(linear(), pairs(), algorithm=put_together(), **knobs)
+    assert said.startswith(f"{named} is given beside an Algorithm, which has its rules already; leave it out")
+
+
+def test_an_algorithm_is_made_of_rules() -> None:
+    said = refused(linear(), pairs(), algorithm=replace(put_together(), mask="gma"))
+    assert said == "the algorithm's mask is str; see docs/own-algorithm.md for what it is"
+
+
+def test_small_things_a_caller_gets_wrong_or_right() -> None:
+    assert refused(linear(), pairs(), out=3) == "out is int; it must be the name of a folder, or None"
+    assert train(linear(outputs=10), pairs()).rank == 0, "more outputs than classes do no harm"
+    assert {"train", "Arrays", "Datasets"} <= set(dir(fedmpi))

@@ -225,7 +225,7 @@ def configs(draw: st.DrawFn) -> Config:
             elif f.name in SPECS:
                 changes[f.name] = draw(st.sampled_from(SPECS[f.name]))
             else:
-                words = st.from_regex(r"[a-z/_.~ :#'-]*[a-z]{2}\.[a-z]", fullmatch=True)
+                words = st.from_regex(r"([a-z/_.~:'-][a-z/_.~ :#'-]*)?[a-z]{2}\.[a-z]", fullmatch=True)
                 changes[f.name] = draw(words | st.none() if default is None else words)
         return replace(part, **changes)
 
@@ -239,6 +239,15 @@ def test_what_a_run_writes_down_reads_back_the_same(tmp_path_factory: pytest.Tem
     file = tmp_path_factory.mktemp("written") / "config.yaml"
     file.write_text(yaml.safe_dump(dataclasses.asdict(cfg), sort_keys=False), encoding="utf-8")
     assert parse(["--config", str(file)]) == cfg
+
+
+@pytest.mark.parametrize("words", [["--out", "#1"], ["--out=#1"], ["--local.rule", " # mine"]])
+def test_a_value_that_would_be_taken_for_a_comment_is_refused(words: list[str], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="a value cannot begin with #"):
+        parse(words)
+    (tmp_path / "f.yaml").write_text("data_root: '#1'\n")
+    with pytest.raises(UserError, match="--data_root is '#1'; a value cannot begin with #"):
+        parse(["--config", str(tmp_path / "f.yaml")])
 
 
 # Algorithms

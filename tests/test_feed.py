@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -413,3 +414,46 @@ def test_the_subset_does_not_depend_on_seed_and_ranks(seed: int) -> None:
     with torch.no_grad():
         right = int((task.model(x).argmax(1) == y).sum())
     assert sum(one.metric for one in task.score([slice(0, 8)])) == right
+
+
+class Sums(Dataset[tuple[Tensor, int]]):
+    """Items that are sums of many numbers, whose last bits depend on the number of threads."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.randn(300_000).exp().sum().view(1), index % 2
+
+
+def test_workers_do_not_matter_where_threads_do() -> None:
+    torch.set_num_threads(2)
+    try:
+        batches = [Batch(torch.arange(4), seed=3)]
+        read = [
+            next(DatasetFeed(Datasets(Sums(), Sums(), classes=2), CPU, workers=n).ahead(batches)).data[0]
+            for n in (0, 1)
+        ]
+    finally:
+        torch.set_num_threads(1)
+    assert torch.equal(*read)
+
+
+class Deadly(Dataset[tuple[Tensor, int]]):
+    """Items that can be drawn from, the third of which ends a worker process."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        if index == 2 and torch.utils.data.get_worker_info() is not None:
+            os._exit(1)
+        return torch.rand(2) + index, index % 2
+
+
+def test_a_worker_that_dies_costs_time_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    batches = [Batch(torch.tensor([i, i + 1]), seed=i) for i in range(0, 8, 2)]
+    data = Datasets(Deadly(), Deadly(), classes=2)
+    alone, helped = ([b.data[0] for b in DatasetFeed(data, CPU, workers=n).ahead(batches)] for n in (0, 1))
+    assert torch.equal(torch.stack(alone), torch.stack(helped)) and len(alone) == 4
+    assert "a process that reads ahead died" in caplog.text

@@ -40,3 +40,16 @@ def test_asking_for_mpi_where_there_is_none_is_the_users_mistake() -> None:
     assert (
         done.stderr.startswith("fedmpi: --comm mpi needs mpi4py and an MPI library") and "Traceback" not in done.stderr
     )
+
+
+def test_a_users_module_may_import_torchvision() -> None:
+    code = """
+import pathlib, sys, tempfile
+folder = tempfile.mkdtemp()
+pathlib.Path(folder, "mine.py").write_text("import torchvision\\nnet = torchvision.models.resnet18\\n")
+sys.path.insert(0, folder)
+from fedmpi.plugins import import_path
+assert import_path("model", "mine:net").__name__ == "resnet18"
+"""
+    done = run(code)
+    assert done.returncode == 0, done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -91,6 +92,7 @@ def test_the_usual_objective_follows_the_labels(labels: Tensor, goal: Objective)
     ("outputs", "labels", "goal"),
     [
         (torch.zeros(2, 3), torch.tensor([0, 1]), CLASSIFY),
+        (torch.zeros(2, 1000), torch.tensor([0, 1]), CLASSIFY),  # answers that are never right do no harm
         (torch.zeros(2, 4, 3), torch.zeros(2, 4, dtype=torch.int64), NEXT),
         (torch.zeros(2), torch.zeros(2), REGRESS),
         (torch.zeros(2, 1), torch.zeros(2), REGRESS),
@@ -105,10 +107,16 @@ def test_outputs_that_fit_are_taken(outputs: Tensor, labels: Tensor, goal: Objec
     ("outputs", "labels", "goal", "sentence"),
     [
         (
-            torch.zeros(2, 4),
+            torch.zeros(2, 2),
             torch.tensor([0, 1]),
             CLASSIFY,
-            "a tensor [2, 4] for 2 samples; classification needs a tensor [2, 3]",
+            "a tensor [2, 2] for 2 samples; classification needs a tensor [2, 3]",
+        ),
+        (
+            torch.zeros(4, 3),
+            torch.tensor([0, 1]),
+            CLASSIFY,
+            "a tensor [4, 3] for 2 samples; classification needs a tensor [2, 3]",
         ),
         (
             torch.zeros(2),
@@ -154,6 +162,37 @@ def test_outputs_that_do_not_fit_are_told_in_a_sentence(
 def test_an_objective_of_ones_own_takes_what_it_likes() -> None:
     own = replace(CLASSIFY, name="mine", loss=lambda outputs, labels, reduction: outputs.sum())
     check_outputs({"any": "thing"}, torch.tensor([0]), 3, own, "mine")
+
+
+OBJECTIVES: dict[str, tuple[dict[str, Any], str]] = {
+    "raises": ({"loss": lambda o, y, how: o @ o}, "its loss for 'mean' raised RuntimeError: "),
+    "a loss each": (
+        {"loss": lambda o, y, how: (o - y).flatten()},
+        "its loss for 'mean' returned a tensor [2]; it must be a tensor of one number",
+    ),
+    "knows no sum": (
+        {"loss": lambda o, y, how: {"mean": o.mean()}[how]},
+        "its loss for 'sum' raised KeyError: 'sum'",
+    ),
+    "no tensor": ({"total": lambda o, y: 0.5}, "its total returned float; it must be a tensor of one number"),
+    "leaves": ({"total": lambda o, y: sys.exit(3)}, "its total raised SystemExit: 3"),
+}
+
+
+@pytest.mark.parametrize(("changes", "sentence"), OBJECTIVES.values(), ids=OBJECTIVES)
+def test_an_objective_that_does_not_work_is_told_before_anything_is_trained(
+    tmp_path: Path, changes: dict[str, Any], sentence: str
+) -> None:
+    own = replace(REGRESS, name="mine", **changes)
+    with pytest.raises(UserError) as caught:
+        train_on(replace(line(), objective=own), settings(tmp_path / "run"))
+    assert str(caught.value).startswith(f"objective 'mine': {sentence}") and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("metric", ["loss", "my metric", "", "f1-score"])
+def test_a_metric_that_cannot_be_reported_by_its_name_is_refused(metric: str) -> None:
+    with pytest.raises(UserError, match=f"^an objective's metric is '{metric}'; it must be a name such as accuracy"):
+        replace(CLASSIFY, metric=metric)
 
 
 # --- whole runs
@@ -323,3 +362,42 @@ def test_the_same_bits_on_any_number_of_ranks(tmp_path: Path, make: Any) -> None
         assert (out / "model.safetensors").read_bytes() == (tmp_path / "alone" / "model.safetensors").read_bytes()
         told = [[{**r, "bytes_sent": 0} for r in without_seconds(metrics(tmp_path / n))] for n in ("alone", str(size))]
         assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("metric", ["loss", "", "two words", "a-b"])
+def test_a_metric_has_a_name_that_can_be_reported(metric: str) -> None:
+    with pytest.raises(UserError, match=f"metric is '{metric}'; it must be a name such as accuracy, and not loss"):
+        replace(CLASSIFY, metric=metric)
+
+
+def test_an_objective_is_tried_before_the_first_round(tmp_path: Path) -> None:
+    def two(outputs: Tensor, labels: Tensor) -> Tensor:
+        return outputs.sum()
+
+    for change, words in (
+        (
+            {"total": lambda outputs, labels: outputs},
+            "its total returned a tensor .*; it must be a tensor of one number",
+        ),
+        ({"total": lambda outputs, labels: 1.0}, "its total returned float"),
+        ({"loss": two}, "its loss for 'mean' raised TypeError: .*positional arguments"),
+    ):
+        with pytest.raises(UserError, match=f"objective 'odd': {words}"):
+            train_on(replace(line(), objective=replace(REGRESS, name="odd", **change)), settings(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def test_compare_knows_which_way_a_metric_of_ones_own_is_better(tmp_path: Path) -> None:
+    for name, rises in (("up", True), ("down", False)):
+        own = replace(REGRESS, name="own", metric="distance", rises=rises)
+        train_on(replace(line(), objective=own), settings(tmp_path / name, rounds=6, split="natural"))
+        values = [r["test_distance"] for r in metrics(tmp_path / name)]
+        best = dict(zip(COLUMNS, row(tmp_path / name), strict=True))["best acc"]
+        assert best == f"{(max if rises else min)(values):.4f} distance" and max(values) > min(values)
+
+
+def test_logits_for_more_classes_than_there_are_do_no_harm() -> None:
+    labels = torch.tensor([0, 2])
+    check_outputs(torch.zeros(2, 10), labels, 3, CLASSIFY, "wide")
+    with pytest.raises(UserError, match="needs a tensor"):
+        check_outputs(torch.zeros(2, 2), labels, 3, CLASSIFY, "narrow")

@@ -26,7 +26,7 @@ from fedmpi.data.store import moments
 from fedmpi.errors import CommonError, RunError, UserError
 from fedmpi.feed import Batch, make_feed
 from fedmpi.objective import CLASSIFY, NEXT, REGRESS
-from fedmpi.run import Given, load_data, prepare, run
+from fedmpi.run import Given, load_data, make_task, prepare, run
 
 X, Y = torch.arange(24.0).view(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
 
@@ -567,3 +567,44 @@ def test_a_run_with_own_data_is_repeated_by_its_config(folder: Path) -> None:
     assert trained("datasets", "--workers", "0") == 0
     assert main(["train", "--config", "runs/datasets/config.yaml", "--out", "runs/again"]) == 0
     assert len({(folder / "runs" / n / "model.safetensors").read_bytes() for n in ("datasets", "again")}) == 1
+
+
+class Drawing(Plain):
+    """Items that draw: reading one moves the random numbers on."""
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        return x + 0.0 * torch.rand(4), y
+
+
+def first_weights(data: Any, out: Path, model: Any, seed: int) -> Tensor:
+    """The weights that a model by name starts with, by the run that it makes."""
+    cfg = Config(data="mine", split="iid", clients=4, cohort=2, rounds=1, seed=seed, log="none", out=str(out))
+    prepared = prepare(cfg, Given(data, model))
+    loaded, partition, meta = load_data(prepared.cfg, data)
+    _, task = make_task(prepared, loaded, partition, meta, 1, CPU)
+    return task.start()[0]
+
+
+def test_first_weights_follow_the_seed_and_not_how_data_are_read(tmp_path: Path) -> None:
+    items = [(X[i % 6], int(Y[i % 6])) for i in range(40)]
+    kinds = [
+        as_data((X.repeat(7, 1), Y.repeat(7)), (X, Y)),
+        Datasets(Drawing(*items), Drawing(*items), classes=3),
+        Datasets(Drawing(*items), Drawing(*items)),
+    ]
+    for lazy in (False, True):
+        made = {}
+        for number, data in enumerate(kinds):
+            for seed in (0, 1):
+                model = torch.nn.LazyLinear(3) if lazy else None
+                made[number, seed] = first_weights(data, tmp_path, model, seed)
+        assert all(torch.equal(made[n, seed], made[0, seed]) for n in (1, 2) for seed in (0, 1)), lazy
+        assert not torch.equal(made[0, 0], made[0, 1])
+
+
+def test_mapped_arrays_are_not_copied(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.arange(24, dtype=np.float32).reshape(6, 4))
+    x = np.load(tmp_path / "x.npy", mmap_mode="c")
+    data = as_data((x, Y), (X, Y))
+    assert isinstance(data, Arrays) and data.x.data_ptr() == x.ctypes.data and data.y.data_ptr() == Y.data_ptr()

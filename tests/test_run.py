@@ -13,6 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import federation
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,19 +22,20 @@ import yaml
 from conftest import rank_environment
 from safetensors.torch import load_file
 from shell import ALONE, CLASSES, CPU, data_row, metrics, sandbox, settings_of, tiny, train, without_seconds
+from torch import nn
 
 from fedmpi import config, data
 from fedmpi.algorithms import ALGORITHMS
 from fedmpi.comm import Comm, SoloComm
 from fedmpi.comm.threads import run_threads
 from fedmpi.config import Config, Eval, Local, Meta, Server, Skew
-from fedmpi.data.splits import split
+from fedmpi.data.splits import Partition, split
 from fedmpi.errors import RunError, UserError
 from fedmpi.memory import Memory
 from fedmpi.models import find_model, make_model
 from fedmpi.options import parse
-from fedmpi.run import check_folder, make_folder, prepare, run, same_everywhere
-from fedmpi.task import Scored, choose_tests
+from fedmpi.run import check_folder, compare_ranks, make_folder, prepare, run, same_everywhere
+from fedmpi.task import Scored, Task, choose_tests
 
 FILES = {"config.yaml", "environment.json", "partition.json", "metrics.jsonl", "model.safetensors", "finished.json"}
 KEYS = {
@@ -496,3 +499,30 @@ def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path: Path) -> None:
 )
 def test_the_default_folder_names_the_rules_that_are_not_the_algorithms_own(changes: dict, folder: str) -> None:
     assert prepare(Config(**changes)).out == Path(folder)
+
+
+def test_ranks_with_other_models_data_or_splits_are_refused_on_all_of_them() -> None:
+    def task(features: int = 36, cut: int = 5, tests: int = 0) -> Task:
+        data = federation.arrays()
+        test_y = data.test_y if not tests else (data.test_y + 1) % 3
+        whole = federation.partition()
+        part = Partition(np.concatenate([[0, cut], whole.offsets[2:]]), whole.order)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(36, features), nn.Linear(features, 3))
+        return Task(model, replace(data, test_y=test_y), part, seed=0, device=CPU)
+
+    prepared = prepare(Config())
+    meta = np.zeros(0, dtype=np.int64)
+    changes: dict[str, dict[str, int]] = {"model": {"features": 35}, "data set or split of it": {"cut": 6}}
+    for what, change in [*changes.items(), ("data set or split of it", {"tests": 1}), ("", {})]:
+        tasks = [task(), task(**change)]
+        datas = [replace(federation.arrays(), test_y=t.feed.test_y) for t in tasks]
+
+        def work(comm: Comm, tasks: Any = tasks, datas: Any = datas) -> str:
+            try:
+                compare_ranks(prepared, tasks[comm.rank], datas[comm.rank], meta, comm)
+            except UserError as error:
+                return str(error)
+            return ""
+
+        expected = f"ranks [1] have another {what} than rank 0; give all ranks the same" if what else ""
+        assert run_threads(2, work) == [expected] * 2

@@ -618,3 +618,35 @@ def test_moments_of_one_value_and_of_two() -> None:
 @pytest.mark.parametrize("x", [torch.zeros(3, 8, dtype=torch.uint8), torch.zeros(3, 1, 2, 2)])
 def test_what_are_no_images_have_no_moments(x: torch.Tensor) -> None:
     assert moments(x) == ((), ())
+
+
+def test_what_a_killed_process_left_is_cleared_away(root: Path) -> None:
+    folder = root / "prepared"
+    folder.mkdir()
+    old, young = (folder / f".toy-v1.safetensors.{word}" for word in ("old", "young"))
+    for left in (old, young):
+        left.write_bytes(b"half")
+    os.utime(old, (0, 0))
+    load(TOY, root)
+    assert not old.exists() and young.exists(), "another may be writing it"
+
+
+def test_copies_of_a_root_on_several_nodes_do_not_replace_each_others_file(root: Path) -> None:
+    root.chmod(0o555)
+    first = load(TOY, root).path
+    os.utime(root / "toy.bin", ns=(1, 1))  # the same bytes at another time, as on another node
+    second = load(TOY, root).path
+    assert first != second and first is not None and first.exists() and second is not None
+    root.chmod(0o755)
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FEDMPI_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def homeless(self: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", homeless)
+    with pytest.raises(UserError, match="no home folder; set FEDMPI_CACHE"):
+        cache_folder()
