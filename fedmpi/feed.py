@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from .augment import make_augment
 from .data import Arrays, Data, Datasets
+from .errors import RunError, UserError
 from .plugins import one_line
 
 log = logging.getLogger("fedmpi")
@@ -143,7 +144,16 @@ class DatasetFeed:
 
     def test(self, blocks: Sequence[Tensor]) -> Iterator[Pair]:
         """Test samples, block by block; what their transforms draw is always the same."""
-        return map(self.convert, self.read("test", [keys_of(block, 0) for block in blocks], self.workers))
+        try:
+            for pair in self.read("test", [keys_of(block, 0) for block in blocks], self.workers):
+                yield self.convert(pair)
+        except UserError:
+            raise
+        except Exception as error:
+            raise RunError(
+                f"test samples of '{self.datasets.name}' cannot be read and put together: {type(error).__name__}: "
+                f"{one_line(error)}"
+            ) from error
 
     def read(self, part: str, keys: list[list[tuple[int, int]]], workers: int) -> Iterator[Pair]:
         """Pairs of samples and labels for lists of keys, in their order."""

@@ -273,7 +273,8 @@ def too_few(number: int, plan: Plan, delivery: Delivery) -> CommonError:
     return CommonError(
         f"round {number}: {len(delivery.used)} of {plan.cohort} clients delivered a usable update, but min_clients is "
         f"{plan.min_clients}; left out: {', '.join(map(str, delivery.dropped))}. The log of their ranks tells why; "
-        "where it is the size of an update or of the loss, a lower --local.lr often helps"
+        "where it is the size of an update or of the loss, a lower --local.lr often helps; numbers to predict are best "
+        "scaled to about 1"
     )
 
 

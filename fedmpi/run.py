@@ -35,7 +35,7 @@ from .comm import Comm, agreed
 from .config import Config, check
 from .data import SPLITS, Arrays, Data, Ints, Partition, check_weights, dress, find_data, hold_out, load, split
 from .env import Place, available_cores, choose_device, describe, threads_per_rank
-from .errors import UserError, unknown
+from .errors import RunError, UserError, unknown
 from .evaluate import evaluate
 from .feed import make_feed
 from .log import Log, sink_names
@@ -381,13 +381,8 @@ def few_samples(data: Data) -> tuple[Tensor, Tensor]:
     feed = make_feed(data, torch.device("cpu"))
     try:
         return next(feed.test([torch.arange(min(2, feed.tests))]))
-    except UserError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise UserError(
-            f"the first test samples of '{data.name}' cannot be read and put together: "
-            f"{type(error).__name__}: {one_line(error)}"
-        ) from error
+    except RunError as error:
+        raise UserError(str(error)) from error
 
 
 @torch.no_grad()

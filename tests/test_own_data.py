@@ -608,3 +608,23 @@ def test_mapped_arrays_are_not_copied(tmp_path: Path) -> None:
     x = np.load(tmp_path / "x.npy", mmap_mode="c")
     data = as_data((x, Y), (X, Y))
     assert isinstance(data, Arrays) and data.x.data_ptr() == x.ctypes.data and data.y.data_ptr() == Y.data_ptr()
+
+
+class Torn(Plain):
+    """The fifth item cannot be read."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 4:
+            raise OSError("the disk is gone")
+        return super().__getitem__(index)
+
+
+def test_a_test_item_that_cannot_be_read_is_told_in_a_sentence(tmp_path: Path) -> None:
+    """Found before the run where it is among the first, else when the test set is scored."""
+    said = "test samples of 'mine' cannot be read and put together: OSError: the disk is gone"
+    with pytest.raises(RunError, match=said):
+        train_on(Datasets(plain(40), Torn(*plain(6).items), name="mine"), tmp_path / "a")
+    torn = Torn(*plain(6).items)
+    with pytest.raises(UserError, match=said):
+        train_on(Datasets(plain(40), Subset(torn, [0, 4]), name="mine"), tmp_path / "b")
+    assert not (tmp_path / "b").exists()

@@ -52,9 +52,9 @@ def some_of(arrays: Arrays, count: int) -> Arrays:
     few = np.unique(arrays.y.numpy())[:4]
     able = np.flatnonzero(np.isin(arrays.y.numpy(), few))
     chosen = torch.from_numpy(np.random.default_rng(0).choice(able, count, replace=False))
-    return replace(
-        arrays, x=arrays.x[chosen], y=arrays.y[chosen], test_x=arrays.test_x[:20], test_y=arrays.test_y[:20], owner=None
-    )
+    strata = None if arrays.strata is None else arrays.strata[chosen]
+    cut = replace(arrays, x=arrays.x[chosen], y=arrays.y[chosen], owner=None, strata=strata)
+    return replace(cut, test_x=arrays.test_x[:20], test_y=arrays.test_y[:20])
 
 
 def loss_on_all(outcome: Outcome) -> float:
@@ -84,11 +84,11 @@ PAIRS = [
     ("tinyimagenet", "resnet18-gn", "classes", 8, 2, 0.01),
     ("femnist", "lenet", "iid", 64, 6, 0.05),
     ("femnist", "cnn", "iid", 64, 8, 0.05),
-    ("fedcmnist", "lenet", "feature", 64, 8, 0.05),
-    ("fedcmnist", "cnn", "mixed", 64, 8, 0.05),
+    ("fedcmnist", "lenet", "feature", 64, 8, 0.01),
+    ("fedcmnist", "cnn", "mixed", 64, 8, 0.01),
     ("fedrotmnist", "lenet", "mixed", 64, 6, 0.05),
     ("fedrotmnist-clients", "lenet", "feature", 64, 6, 0.05),
-    ("cmnist2", "cnn", "feature", 64, 8, 0.05),
+    ("cmnist2", "cnn", "mixed", 64, 12, 0.03),
     ("shakespeare", "gru", "iid", 64, 6, 0.5),
 ]
 
