@@ -3,6 +3,7 @@ its own mask (gradient masked averaging, but for FedGMA-2021)."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,14 @@ REACHES = {
     "fedshare": (8, 0.7),  # 0.91
     "fedgma2021": (20, 0.45),  # 0.63
 }
+
+
+@pytest.fixture(autouse=True)
+def both_cores() -> Iterator[None]:
+    """Two threads: what is learned matters here, and no bit."""
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
 
 
 @pytest.mark.slow
