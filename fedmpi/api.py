@@ -10,6 +10,7 @@ import atexit
 import copy
 import os
 import random
+import signal
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,6 +36,7 @@ from .masks import Mask
 from .options import from_values, plain
 from .run import Given, Outcome, Prepared, prepare, run, settle, trained_tensors
 from .server import ServerRule
+from .stop import Stopped
 
 
 class Link(NamedTuple):
@@ -44,6 +46,7 @@ class Link(NamedTuple):
     device: str
 
 
+ASKED = (signal.SIGTERM, signal.SIGUSR2)  # a Ctrl-C is for whoever calls
 WORK = ("epochs", "steps", "batch", "work")  # what of a client's knobs is not its rule's
 _connected: list[Link] = []  # at most one, for as long as this process lasts
 
@@ -86,6 +89,9 @@ def train(
     quiet      print nothing
     knobs      any option of `fedmpi train`: rounds=20, cohort=5, mask="gma", local={"lr": 0.05, "epochs": 2}, ...
 
+    With a run folder, training goes on from the newest checkpoint that is there, and SIGTERM, SIGUSR2 or `max_minutes`
+    stop it in good order: it saves, and raises `Stopped`, a SystemExit with code 75.
+
     A mistake is a `fedmpi.errors.UserError`, on every rank alike.
     """
     place = find_place(os.environ)
@@ -107,7 +113,7 @@ def train(
         device = settle(prepared.cfg, place)
         comm = link(prepared.cfg, place, device)
         with together(comm):
-            outcome = run(prepared, comm, place, device, os.environ, quiet)
+            outcome = run(prepared, comm, place, device, os.environ, quiet, [] if out is None else ASKED)
     history = [record(report) for report in outcome.history]
     return Result(exported(outcome), history, outcome.cfg, prepared.out, comm.rank)
 
@@ -204,7 +210,7 @@ def together(comm: Comm) -> Iterator[None]:
     """Let a fault that this rank alone has, which the others would wait for in vain, end all of them."""
     try:
         yield
-    except (UserError, CommonError):  # raised on every rank alike
+    except (UserError, CommonError, Stopped):  # raised on every rank alike
         raise
     except BaseException:
         if comm.size == 1:

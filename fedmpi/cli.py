@@ -1,4 +1,5 @@
-"""The command `fedmpi`. Exit codes: 0 done, 2 the caller's mistake, 130 interrupted, anything else a fault."""
+"""The command `fedmpi`. Exit codes: 0 done, 2 the caller's mistake, 75 stopped in good order and wants to be started
+again, 130 interrupted, anything else a fault."""
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from .env import Place
     from .run import Prepared
 
+AGAIN = 75  # the exit code that asks to be started again (EX_TEMPFAIL of sysexits.h)
 ABOUT = "Federated learning on torch.distributed, MPI and Slurm, with gradient masked averaging as one collective."
 USAGE = f"""fedmpi {__version__}: {ABOUT}
 
@@ -94,12 +96,19 @@ def on_this_rank(prepared: Prepared, comm: Comm, place: Place, device: torch.dev
     """Run and leave in good order; a fault on one rank ends all of them."""
     from .comm import share_node
     from .run import run
+    from .stop import ALL, Stopped
 
     who = f"rank {comm.rank}: " if comm.size > 1 else ""
     try:
         if device.type == "cpu":
             share_node(comm)
-        run(prepared, comm, place, device, os.environ)
+        run(prepared, comm, place, device, os.environ, signals=ALL)
+    except Stopped as stop:  # by every rank alike
+        if comm.rank == 0:
+            where = "from there" if prepared.cfg.checkpoint.keep else "from the beginning: --checkpoint.keep is 0"
+            complain(f"stopped after round {stop.round} ({stop.why}); the same command goes on {where}")
+        comm.close()
+        return AGAIN
     except (UserError, CommonError) as error:  # raised on every rank alike
         if comm.rank == 0:
             complain(str(error))

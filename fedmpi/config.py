@@ -142,6 +142,18 @@ class Eval:
 
 
 @dataclass(frozen=True)
+class Checkpoint:
+    """When the state is saved, so that a run can go on from there."""
+
+    every: int | None = knob(None, low=1)
+    """rounds between checkpoints; null: by time alone"""
+    minutes: float = knob(2.0, low=0)
+    """minutes between checkpoints; 0: by rounds alone. The last round is always saved"""
+    keep: int = knob(2, low=0, high=1000)
+    """the newest checkpoints that are kept; 0: none are written"""
+
+
+@dataclass(frozen=True)
 class Config:
     """One run."""
 
@@ -183,6 +195,11 @@ class Config:
     """seed of everything that is drawn"""
     out: str | None = None
     """run folder; null: runs/<algorithm>-<mask>-<data>-<seed>, with the rules that are not the algorithm's own"""
+    resume: str = "auto"
+    """auto (go on from the newest sound checkpoint in the run folder, where there is one), never (start over) or force
+    (go on with changed knobs, or from a finished run with more rounds)"""
+    max_minutes: float | None = knob(None, low=0, open_low=True)
+    """minutes after which the run saves and stops, with exit code 75; null: no limit"""
     comm: str = "auto"
     """transport: torch (gloo, nccl), mpi, or auto by the launcher"""
     sum: str = "exact"
@@ -203,6 +220,16 @@ class Config:
     meta: Meta = field(default_factory=Meta)
     memory: Memory = field(default_factory=Memory)
     eval: Eval = field(default_factory=Eval)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+
+
+def knobs(part: Any, prefix: str = "") -> dict[str, Any]:
+    """Every knob of a dataclass of the configuration by its dotted name, and the groups among them."""
+    out: dict[str, Any] = {}
+    for f in dataclasses.fields(part):
+        name, value = f"{prefix}{f.name}", getattr(part, f.name)
+        out |= {name: value} | (knobs(value, f"{name}.") if dataclasses.is_dataclass(value) else {})
+    return out
 
 
 def check(cfg: Config) -> None:

@@ -6,13 +6,14 @@ it had.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -20,6 +21,7 @@ from typing import Any, Protocol
 from tqdm import tqdm
 
 from .errors import unknown
+from .folder import METRICS, write
 from .rounds import Report
 
 
@@ -32,12 +34,15 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """One JSON object a line."""
+    """One JSON object a line; of an earlier life, what it had up to round `done`."""
 
-    def __init__(self, folder: Path) -> None:
-        self.file = open(folder / "metrics.jsonl", "w", encoding="utf-8")
+    def __init__(self, folder: Path, done: int) -> None:
+        self.path = folder / METRICS
+        write(self.path, "".join(json.dumps(record) + "\n" for record in read_records(folder, done)))
+        self.file = open(self.path, "a", encoding="utf-8")
 
     def write(self, record: dict[str, Any]) -> None:
+        os.stat(self.path)  # a folder that somebody removed would go unnoticed
         self.file.write(json.dumps(record, allow_nan=False) + "\n")
         self.file.flush()
 
@@ -48,10 +53,10 @@ class JsonLines:
 class TensorBoard:
     """Scalars under the same names as in metrics.jsonl, nested ones with a slash."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, done: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=0)  # hides what an unfinished run left
+        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1)  # hides what will come again
 
     def write(self, record: dict[str, Any]) -> None:
         for name, value in record.items():
@@ -64,7 +69,7 @@ class TensorBoard:
         self.writer.close()
 
 
-SINKS: dict[str, Callable[[Path], Sink]] = {"tensorboard": TensorBoard}
+SINKS: dict[str, Callable[[Path, int], Sink]] = {"tensorboard": TensorBoard}
 
 
 def sink_names(names: str) -> list[str]:
@@ -78,12 +83,37 @@ def sink_names(names: str) -> list[str]:
 
 def record(report: Report) -> dict[str, Any]:
     """A report as it stands in metrics.jsonl."""
-    fields = asdict(report)
-    fields["dropped_clients"] = list(fields.pop("dropped"))
-    fields["dropped"] = len(fields["dropped_clients"])
-    fields[f"test_{fields.pop('metric')}"] = fields.pop("test_metric")
-    fields["seconds"].setdefault("eval", 0.0)
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
+    values = asdict(report)
+    values["dropped_clients"] = list(values.pop("dropped"))
+    values["dropped"] = len(values["dropped_clients"])
+    values[f"test_{values.pop('metric')}"] = values.pop("test_metric")
+    values["seconds"].setdefault("eval", 0.0)
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+
+
+def report_of(record: dict[str, Any]) -> Report:
+    """The report that a record was made of."""
+    metric = next(name for name in record if name.startswith("test_") and name != "test_loss")
+    names = {field.name for field in fields(Report)}
+    return Report(
+        **{name: value for name, value in record.items() if name in names - {"dropped"}},
+        dropped=tuple(record["dropped_clients"]),
+        test_metric=record[metric],
+        metric=metric.removeprefix("test_"),
+    )
+
+
+def read_records(folder: Path, done: int) -> list[dict[str, Any]]:
+    """The records of the rounds up to `done` in a run folder; a line that was cut short is the end."""
+    found: list[dict[str, Any]] = []
+    if done:
+        with contextlib.suppress(OSError, ValueError), open(folder / METRICS, encoding="utf-8") as file:
+            for text in file:
+                record = json.loads(text)
+                if record["round"] > done:
+                    break
+                found.append(record)
+    return found
 
 
 def line(report: Report, rounds: int) -> str:
@@ -104,15 +134,18 @@ def line(report: Report, rounds: int) -> str:
 
 
 class Log:
-    """Rank 0's log of a run; on other ranks it takes everything and says nothing. Without a folder nothing is kept."""
+    """Rank 0's log of a run; on other ranks it takes everything and says nothing. Without a folder nothing is kept.
+    It goes on from round `done`."""
 
-    def __init__(self, folder: Path | None, rounds: int, sinks: list[str], speaks: bool, quiet: bool = False) -> None:
+    def __init__(
+        self, folder: Path | None, rounds: int, sinks: list[str], speaks: bool, quiet: bool = False, done: int = 0
+    ) -> None:
         self.rounds, self.speaks = rounds, speaks and not quiet
         self.sinks: list[Sink] = []
         if speaks and folder is not None:
-            self.sinks = [JsonLines(folder), *(SINKS[name](folder) for name in sinks)]
+            self.sinks = [JsonLines(folder, done), *(SINKS[name](folder, done) for name in sinks)]
         terminal = self.speaks and sys.stderr.isatty()
-        self.bar = tqdm(total=rounds, unit="round", disable=not terminal, leave=False, dynamic_ncols=True)
+        self.bar = tqdm(total=rounds, initial=done, unit="round", disable=not terminal, leave=False, dynamic_ncols=True)
 
     def say(self, text: str) -> None:
         """A line on standard output, above the bar; where nobody reads it any more, the run goes on in silence."""

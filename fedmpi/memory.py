@@ -3,8 +3,8 @@
 A client gets a row when it has first taken part; clients that never did cost nothing. What is kept in a round is
 staged in spare rows and takes its place when the round is done, so a round that fails changes nothing. Rows live in
 memory up to a limit and beyond it in files that are mapped into memory: 500 clients of a ResNet-18 are 22 GB. The
-files are unlinked as soon as they are mapped, so a run that ends, however it ends, leaves none behind; what must
-outlive a run belongs in a checkpoint.
+files are unlinked as soon as they are mapped, so a run that ends, however it ends, leaves none behind; what outlives
+it is in its checkpoints.
 """
 
 from __future__ import annotations
@@ -32,6 +32,12 @@ class Memory:
         self.rows: dict[int, Tensor] = {}
         self.staged: dict[int, Tensor] = {}
         self.spare: list[Tensor] = []
+        self.changed: set[int] = set()
+        """the clients that have kept something since the last `pin`"""
+        self.pinned: set[int] | None = None
+        """ids of the rows that somebody reads"""
+        self.waiting: list[Tensor] = []
+        """rows that have been replaced while somebody reads them"""
         self.in_memory = self.on_disk = 0
         """bytes of the rows that there are, of clients and spare ones"""
 
@@ -60,14 +66,36 @@ class Memory:
 
     def commit(self) -> None:
         """Let everything that was staged take its place."""
-        self.spare += [self.rows[cid] for cid in self.staged if cid in self.rows]
+        for cid in self.staged.keys() & self.rows.keys():
+            row = self.rows[cid]
+            (self.waiting if self.pinned and id(row) in self.pinned else self.spare).append(row)
         self.rows |= self.staged
+        self.changed |= self.staged.keys()
         self.staged = {}
 
     def discard(self) -> None:
         """Forget what was staged, by a round that failed."""
         self.spare += self.staged.values()
         self.staged = {}
+
+    def pin(self, also: set[int]) -> dict[int, Tensor]:
+        """The rows that have changed since the last time, and those of the clients `also`: left as they are until
+        `unpin`, so that a thread may read them while the next rounds go on."""
+        rows = {cid: self.rows[cid] for cid in sorted(self.changed | also)}
+        self.changed, self.pinned = set(), {id(row) for row in rows.values()}
+        return rows
+
+    def unpin(self) -> None:
+        """Nobody reads the pinned rows any more."""
+        self.spare += self.waiting
+        self.waiting, self.pinned = [], None
+
+    def restore(self, cid: int, row: Tensor) -> None:
+        """Let a client have a row that was saved."""
+        if cid not in self.rows:
+            self.rows[cid] = self.spare.pop() if self.spare else self._new_row()
+        self.rows[cid].copy_(row)
+        self.changed.add(cid)
 
     def _by_name(self, row: Tensor) -> dict[str, Tensor]:
         return dict(zip(self.names, row.view(len(self.names), -1).unbind(0), strict=True)) if self.names else {}

@@ -19,7 +19,7 @@ import jsonargparse
 import numpy as np
 import yaml
 
-from .config import Config
+from .config import Config, knobs
 from .errors import UserError, nearest
 
 T = TypeVar("T")
@@ -182,15 +182,6 @@ def check_keys(where: str, tree: Any, known: dict[str, Any], prefix: str = "") -
             check_keys(where, value, known, f"{name}.")
         elif isinstance(value, str):
             refuse_comment(name, value)
-
-
-def knobs(part: Any, prefix: str = "") -> dict[str, Any]:
-    """Every knob of a dataclass of the configuration by its dotted name, and the groups among them."""
-    out: dict[str, Any] = {}
-    for field in dataclasses.fields(part):
-        name, value = f"{prefix}{field.name}", getattr(part, field.name)
-        out |= {name: value} | (knobs(value, f"{name}.") if dataclasses.is_dataclass(value) else {})
-    return out
 
 
 def unknown_option(given: str, known: Iterable[str], where: str = "", command: str = "fedmpi train") -> str:

@@ -1,8 +1,7 @@
 """One run, from a configuration to a folder with a trained model.
 
-A run folder: config.yaml, environment.json, partition.json, metrics.jsonl, tensorboard/, model.safetensors, and
-finished.json when it is done. Everything a user can get wrong is found before the first round, and every rank raises
-the same sentence.
+Everything a user can get wrong is found before the first round, and every rank raises the same sentence. A run that
+finds a checkpoint of its own in its folder (folder.py) goes on from there; one that is asked to stop saves first.
 """
 
 from __future__ import annotations
@@ -14,9 +13,10 @@ import logging
 import math
 import os
 import re
-import shutil
+import signal
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -28,17 +28,19 @@ import yaml
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from . import __version__
+from . import __version__, folder
 from .algorithms import Algorithm, Row, build, find_row, resolve
 from .augment import make_augment
+from .checkpoint import Facts, Found, Progress, Saver, find, restore
 from .comm import Comm, agreed
-from .config import Config, check
+from .config import Config, check, knobs
 from .data import SPLITS, Arrays, Data, Ints, Partition, check_weights, dress, find_data, hold_out, load, split
 from .env import Place, available_cores, choose_device, describe, threads_per_rank
 from .errors import RunError, UserError, unknown
 from .evaluate import evaluate
 from .feed import make_feed
-from .log import Log, sink_names
+from .folder import CONFIG, FINISHED, MODEL, write
+from .log import Log, read_records, record, report_of, sink_names
 from .memory import Memory
 from .models import ModelRow, find_model, make_model
 from .objective import check_outputs, try_objective
@@ -46,6 +48,7 @@ from .plugins import one_line
 from .rounds import Plan, Report, State, begin, rounds
 from .seeds import torch_seed
 from .server import VARIED
+from .stop import Stop, Stopped, in_words
 from .tally import SUMS
 from .task import Task
 from .work import Work, make_share
@@ -53,10 +56,8 @@ from .work import Work, make_share
 warnings = logging.getLogger("fedmpi")
 
 USUAL = {"images": "lenet", "sequences": "gru", "numbers": "logistic"}
-CONFIG, FINISHED, MODEL = "config.yaml", "finished.json", "model.safetensors"
-
-
 LABELLED = ("classes", "dirichlet", "mixed")  # the splits that deal by label
+RESUME = ("auto", "never", "force")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +101,7 @@ def prepare(cfg: Config, given: Given = NOTHING) -> Prepared:
         check(cfg)  # once more, for what a row of the user's own has filled in
     except UserError as error:
         raise UserError(f"algorithm '{cfg.algorithm}': {error}") from None
-    for kind, name, table in (("split", cfg.split, SPLITS), ("sum", cfg.sum, SUMS)):
+    for kind, name, table in (("split", cfg.split, SPLITS), ("sum", cfg.sum, SUMS), ("--resume", cfg.resume, RESUME)):
         if name not in table:
             raise unknown(kind, name, table)
     if given.data is None and ":" not in cfg.data:
@@ -147,44 +148,136 @@ def run(
     device: torch.device,
     environ: Mapping[str, str],
     quiet: bool = False,
+    signals: Iterable[signal.Signals] = (),
 ) -> Outcome:
-    """Train, and leave a finished run folder; returns how it ended. Collective."""
+    """Train, from the newest checkpoint where there is one, and leave a finished run folder; returns how it ended.
+    Collective. Where one of the signals or the time budget stops it, every rank raises `Stopped`."""
     cfg, out = prepared.cfg, prepared.out
     same_everywhere("configuration", comm, json.dumps(dataclasses.asdict(cfg), sort_keys=True).encode())
     check_threads(comm)
     with agreed(comm):
         if comm.rank == 0 and out is not None:
-            check_folder(out)
+            folder.check(out)
+            check_finished(out, cfg, environ)
     with agreed(comm):
         data, partition, meta = load_data(cfg, prepared.given.data)
         prepared, task = make_task(prepared, data, partition, meta, comm.size, device)
         check_memory_folder(prepared)
     cfg = prepared.cfg
-    compare_ranks(prepared, task, data, meta, comm)
-    with agreed(comm):
-        if comm.rank == 0 and out is not None:
-            make_folder(out)
-            threads = torch.get_num_threads()  # in the configuration too: a run is repeated by its config.yaml
-            environment = describe(place, environ, threads, str(device))
-            describe_run(out, replace(cfg, threads=threads), data, partition, meta, environment)
-    memory = make_memory(prepared, task)
-    plan = Plan(cfg.seed, cfg.rounds, cfg.cohort, prepared.work, cfg.sum, cfg.min_clients)
-    history: list[Report] = []
-    with Log(out, cfg.rounds, prepared.sinks, speaks=comm.rank == 0, quiet=quiet) as log:
-        log.say(header(prepared, task, comm))
-        if data.note:
-            log.say(f"data: {data.note}")
-        start = begin(task, prepared.algorithm, comm, memory)
-        for state, report in rounds(start, plan, prepared.algorithm, task, comm):
-            report = replace(report, metric=task.goal.metric)
-            if report.round % cfg.eval.every == 0 or report.round == cfg.rounds:
-                report = scored(report, task, state, comm, cfg.eval.batch)
-            log.round(report)
-            history.append(report)
-    if comm.rank == 0 and out is not None:
-        finish(out, task, state, history)
+    facts = facts_of(prepared, task, data, meta, device)
+    compare_ranks(facts, comm)
+    with ExitStack() as stack:
+        with agreed(comm):
+            if comm.rank == 0 and out is not None:
+                folder.make(out)
+                stack.enter_context(folder.held(out, place, environ.get("SLURM_JOB_ID")))
+        found = find_start(out, cfg, facts, environ, comm)
+        threads = torch.get_num_threads()  # in the configuration too: a run is repeated by its config.yaml
+        facts = replace(facts, config={**facts.config, "threads": threads})
+        with agreed(comm):
+            if comm.rank == 0 and out is not None:
+                if found is None:
+                    folder.start_over(out)
+                environment = describe(place, environ, threads, str(device))
+                describe_run(out, replace(cfg, threads=threads), data, partition, meta, environment)
+                folder.add_start(out, place, comm.name, found.round if found else 0, environ)
+        note = f"\ndata: {data.note}" if data.note else ""
+        note += f"\ngoing on after round {found.round} of the run in {out}" if found else ""
+        with folder.writing(out, lambda: found.round if found else 0):
+            log = Log(out, cfg.rounds, prepared.sinks, comm.rank == 0, quiet, found.round if found else 0)
+        stop = Stop(signals, cfg.max_minutes, speaks=comm.rank == 0)
+        with log, stop, Saver(out, cfg.checkpoint, facts, comm, found) as saver:
+            log.say(header(prepared, task, comm) + note)
+            outcome = train(prepared, task, comm, saver, stop, log, environ, found)
     comm.barrier()
+    return outcome
+
+
+def train(
+    prepared: Prepared,
+    task: Task,
+    comm: Comm,
+    saver: Saver,
+    stop: Stop,
+    log: Log,
+    environ: Mapping[str, str],
+    found: Found | None,
+) -> Outcome:
+    """The rounds that are left, each logged and, when it is time, saved; then the results. Collective."""
+    cfg, out, first = prepared.cfg, prepared.out, comm.rank == 0
+    plan = Plan(cfg.seed, cfg.rounds, cfg.cohort, prepared.work, cfg.sum, cfg.min_clients)
+    state = begin(task, prepared.algorithm, comm, make_memory(prepared, task))
+    history: list[Report] = []
+    progress = Progress()
+    if found is not None and out is not None:
+        state, progress = restore(found, state, task.layout.length, comm), found.progress
+        history = [report_of(one) for one in read_records(out, found.round)]
+    training = rounds(state, plan, prepared.algorithm, task, comm)
+    for state, report in training:
+        report = replace(report, metric=task.goal.metric)
+        if report.round % cfg.eval.every == 0 or report.round == cfg.rounds:
+            report = scored(report, task, state, comm, cfg.eval.batch)
+        with folder.writing(out, lambda: saver.kept):
+            log.round(report)
+        history.append(report)
+        progress = moved_on(progress, report, task.goal.rises)
+        stop.round_done()
+        flags = saver.round_done(state, progress, stop.flags, last=report.round == cfg.rounds)
+        if any(flags) and report.round < cfg.rounds:
+            if first and out is not None:
+                folder.add_stop(out, report.round, in_words(flags), environ)
+            comm.barrier()
+            raise Stopped(report.round, in_words(flags))
+    if first and out is not None and not (out / FINISHED).exists():
+        with folder.writing(out, lambda: saver.kept):
+            finish(out, task, state, progress)
     return Outcome(task, state, history, cfg)
+
+
+def check_finished(out: Path, cfg: Config, environ: Mapping[str, str]) -> None:
+    """Refuse a finished run, but for one that is to have more rounds, or whose launcher has started it once more."""
+    if not (out / FINISHED).exists():
+        return
+    if not (cfg.resume == "force" or folder.restarts(environ)) or not (out / folder.CHECKPOINTS).is_dir():
+        raise UserError(
+            f"--out {out} already holds a finished run; choose another folder or remove it, or go on from it with more "
+            "--rounds and --resume force"
+        )
+    done = folder.read_json(out / FINISHED).get("rounds", 0)
+    if done >= cfg.rounds and not folder.restarts(environ):
+        raise UserError(f"--out {out} holds a finished run of {done} rounds; give more --rounds to go on from it")
+
+
+def find_start(out: Path | None, cfg: Config, facts: Facts, environ: Mapping[str, str], comm: Comm) -> Found | None:
+    """The checkpoint to go on from, with its number of threads, unless one was given; None: begin. Collective."""
+    if out is None or cfg.resume == "never":
+        return None
+    stopped = torch.zeros(1, dtype=torch.int64)
+    if comm.rank == 0 and (record := folder.stopped_before(out, environ)) is not None:
+        stopped += int(record["round"])
+    comm.broadcast(stopped)
+    if stopped:
+        raise Stopped(int(stopped), "before")
+    found = find(out, facts, comm, cfg.resume == "force")
+    finished = torch.tensor([(out / FINISHED).exists()], dtype=torch.int64)
+    comm.broadcast(finished)
+    if found is None:
+        if finished:
+            raise UserError(f"--out {out} holds a finished run without a sound checkpoint to go on from")
+        return None
+    if found.round > cfg.rounds:
+        raise UserError(f"{out} has a checkpoint of round {found.round}, and --rounds is {cfg.rounds}; give more")
+    if cfg.threads is None:
+        torch.set_num_threads(found.about["config"]["threads"])
+    if comm.rank == 0 and found.round < cfg.rounds:
+        (out / FINISHED).unlink(missing_ok=True)
+    return found
+
+
+def moved_on(progress: Progress, report: Report, rises: bool) -> Progress:
+    """The progress after one more round."""
+    values = [value for value in (progress.best, finite(report.test_metric)) if value is not None]
+    return Progress((max if rises else min)(values) if values else None, record(report))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,26 +304,44 @@ def scored(report: Report, task: Task, state: State, comm: Comm, block: int) -> 
     return replace(report, test_metric=score.metric, test_loss=score.loss, seconds=seconds)
 
 
-def compare_ranks(prepared: Prepared, task: Task, data: Data, meta: Ints, comm: Comm) -> None:
-    """Refuse ranks whose model, rules, data or split differ. Collective."""
-    rule, moments = prepared.algorithm.local, sorted(prepared.algorithm.server.moments)
-    same_everywhere("model", comm, repr(task.layout).encode())
-    same_everywhere("algorithm", comm, repr((rule.sends, rule.keeps, rule.normalised, moments)).encode())
+def facts_of(prepared: Prepared, task: Task, data: Data, meta: Ints, device: torch.device) -> Facts:
+    """What must be the same on every rank, and in every life of a run."""
+    cfg, rule, moments = prepared.cfg, prepared.algorithm.local, sorted(prepared.algorithm.server.moments)
+    config = {name: value for name, value in knobs(cfg).items() if not dataclasses.is_dataclass(value)}
+    config["device"] = device.type
     partition, labels = task.partition, data.class_labels(needed=False)
-    known = [] if labels is None else [labels]
+    pieces: list[bytes | np.ndarray] = [repr((data.shape, data.samples, data.tests)).encode()]
+    pieces += [partition.offsets, partition.order, partition.shared, meta]
+    pieces += [] if labels is None else [labels]
     if isinstance(data, Arrays):
-        known.append(data.test_y.contiguous().numpy())
-    shapes = repr((data.shape, data.samples, data.tests)).encode()
-    same_everywhere("data set or split of it", comm, shapes, partition.offsets, partition.order, meta, *known)
+        pieces += [data.sha256.encode()] if data.sha256 else [t.contiguous().numpy() for t in (data.x, data.test_x)]
+        pieces.append(data.test_y.contiguous().numpy())
+    prints = {
+        "model": sha256(repr(task.layout).encode()),
+        "algorithm": sha256(repr((rule.sends, rule.keeps, rule.normalised, moments)).encode()),
+        "data set or split of it": sha256(*pieces),
+    }
+    return Facts(config, prints)
 
 
-def same_everywhere(what: str, comm: Comm, *pieces: bytes | np.ndarray) -> None:
-    """Refuse ranks that differ in something that must be the same on all. Collective."""
+def compare_ranks(facts: Facts, comm: Comm) -> None:
+    """Refuse ranks whose model, rules, data or split differ. Collective."""
+    for what, sha in facts.prints.items():
+        same_everywhere(what, comm, sha.encode())
+
+
+def sha256(*pieces: bytes | np.ndarray) -> str:
+    """The SHA-256 of bytes and arrays, one behind the other."""
     sha = hashlib.sha256()
     for piece in pieces:
         sha.update(piece if isinstance(piece, bytes) else np.ascontiguousarray(piece).data)
+    return sha.hexdigest()
+
+
+def same_everywhere(what: str, comm: Comm, content: bytes) -> None:
+    """Refuse ranks that differ in something that must be the same on all. Collective."""
     rows = torch.zeros(comm.size, dtype=torch.int64)
-    rows[comm.rank] = int.from_bytes(sha.digest()[:7], "big")
+    rows[comm.rank] = int(sha256(content)[:14], 16)
     comm.sum(rows)
     odd = [rank for rank in range(comm.size) if rows[rank] != rows[0]]
     if odd:
@@ -244,29 +355,6 @@ def check_threads(comm: Comm) -> None:
     comm.sum(rows)
     if comm.rank == 0 and len(set(rows.tolist())) > 1:
         warnings.warning("ranks have %s threads; equal bits need equal ones: give --threads", rows.tolist())
-
-
-def check_folder(out: Path) -> None:
-    """Refuse a run folder that holds a finished run or somebody's other files; an unfinished run is started over."""
-    try:
-        if (out / FINISHED).exists():
-            raise UserError(f"--out {out} already holds a finished run; choose another folder or remove it")
-        if out.exists() and not (out / CONFIG).exists() and any(out.iterdir()):
-            raise UserError(f"--out {out} holds files that are no run of fedmpi; choose another folder")
-    except OSError as error:
-        raise UserError(f"--out {out} cannot be read ({error.strerror}); choose another folder") from None
-
-
-def make_folder(out: Path) -> None:
-    """Make the run folder, private to the user."""
-    try:
-        out.mkdir(mode=0o700, parents=True, exist_ok=True)
-        shutil.rmtree(out / "tensorboard", ignore_errors=True)  # of an unfinished run that is started over
-        probe = out / ".writable"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise UserError(f"--out {out} cannot be written ({error.strerror}); choose a folder that can") from None
 
 
 def load_data(cfg: Config, given: Data | None = None) -> tuple[Data, Partition, Ints]:
@@ -422,18 +510,18 @@ def describe_run(
     write(out / "partition.json", json.dumps(partition.manifest(y, kinds, **about)) + "\n")
 
 
-def finish(out: Path, task: Task, state: State, history: list[Report]) -> None:
+def finish(out: Path, task: Task, state: State, progress: Progress) -> None:
     """Write the model under its own names, then the file that says the run is done."""
     aside = out / f".{MODEL}"
     save_file(trained_tensors(task, state), aside, metadata={"format": "pt"})
+    folder.sync(aside)
     os.replace(aside, out / MODEL)
-    last, metric = history[-1], task.goal.metric
-    values = [report.test_metric for report in history if report.test_metric is not None]
+    last, metric = progress.last or {}, task.goal.metric
     done = {
-        "rounds": last.round,
-        f"test_{metric}": finite(last.test_metric),
-        "test_loss": finite(last.test_loss),
-        f"best_test_{metric}": finite((max if task.goal.rises else min)(values)),
+        "rounds": state.round,
+        f"test_{metric}": last.get(f"test_{metric}"),
+        "test_loss": last.get("test_loss"),
+        f"best_test_{metric}": progress.best,
         "model_sha256": hashlib.sha256((out / MODEL).read_bytes()).hexdigest(),
         "fedmpi": __version__,
     }
@@ -451,13 +539,6 @@ def trained_tensors(task: Task, state: State) -> dict[str, Tensor]:
 
 def finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
-
-
-def write(path: Path, text: str) -> None:
-    """Write a file aside and rename it, so that nobody reads half of it."""
-    aside = path.with_name(f".{path.name}")
-    aside.write_text(text, encoding="utf-8")
-    os.replace(aside, path)
 
 
 def scheduled(schedule: str) -> str:

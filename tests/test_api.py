@@ -633,6 +633,9 @@ def test_a_run_folder_is_that_of_the_command_line(tmp_path: Path, capsys: pytest
     assert result.out == tmp_path / "run"
     names = {path.name for path in result.out.iterdir()}
     assert names == {
+        "checkpoints",
+        "lock",
+        "starts.jsonl",
         "config.yaml",
         "environment.json",
         "partition.json",
@@ -656,7 +659,8 @@ def test_a_run_folder_is_that_of_the_command_line(tmp_path: Path, capsys: pytest
 def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
     train(linear(), pairs(), out="run")
     assert refused(linear(), pairs(), out="run") == (
-        "--out run already holds a finished run; choose another folder or remove it"
+        "--out run already holds a finished run; choose another folder or remove it, or go on from it with more "
+        "--rounds and --resume force"
     )
 
 

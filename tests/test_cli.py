@@ -392,7 +392,8 @@ def test_a_finished_run_is_not_overwritten(capsys: pytest.CaptureFixture[str]) -
     assert main(["train", *QUICK, "--out", "run"]) == 0
     capsys.readouterr()
     assert refused(capsys, "train", *QUICK, "--out", "run") == (
-        "--out run already holds a finished run; choose another folder or remove it"
+        "--out run already holds a finished run; choose another folder or remove it, or go on from it with more "
+        "--rounds and --resume force"
     )
 
 
@@ -423,7 +424,7 @@ def test_a_round_without_usable_clients_is_a_fault_in_one_sentence(
 
 
 def test_an_interrupt_leaves_by_130(ends: None, patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupted(*_: object) -> None:
+    def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     patch.setattr(run, "run", interrupted)
@@ -434,7 +435,7 @@ def test_an_interrupt_leaves_by_130(ends: None, patch: pytest.MonkeyPatch, capsy
 def test_a_fault_of_the_program_shows_its_traceback(
     ends: None, patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("made for this test")
 
     patch.setattr(run, "run", broken)

@@ -31,13 +31,15 @@ from fedmpi.comm.threads import run_threads
 from fedmpi.config import Config, Eval, Local, Meta, Server, Skew
 from fedmpi.data.splits import Partition, split
 from fedmpi.errors import RunError, UserError
+from fedmpi.folder import check, make
 from fedmpi.memory import Memory
 from fedmpi.models import find_model, make_model
 from fedmpi.options import parse
-from fedmpi.run import check_folder, compare_ranks, make_folder, prepare, run, same_everywhere
+from fedmpi.run import compare_ranks, facts_of, prepare, run, same_everywhere
 from fedmpi.task import Scored, Task, choose_tests
 
 FILES = {"config.yaml", "environment.json", "partition.json", "metrics.jsonl", "model.safetensors", "finished.json"}
+FILES |= {"checkpoints", "starts.jsonl", "lock"}
 KEYS = {
     "round",
     "test_accuracy",
@@ -309,10 +311,10 @@ def test_the_mask_and_tau_change_the_model_and_tau_0_is_the_mean(tmp_path: Path)
 
 def test_a_finished_run_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     train(settings_of(tmp_path))
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with pytest.raises(UserError, match="already holds a finished run; choose another folder or remove it"):
         train(settings_of(tmp_path, seed=1))
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 def test_somebodys_other_files_are_refused_and_left(tmp_path: Path) -> None:
@@ -361,7 +363,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, patch: pytes
 
     patch.setattr(Path, "touch", full)
     with pytest.raises(UserError, match=r"cannot be written \(No space left on device\)"):
-        make_folder(tmp_path / "run")
+        make(tmp_path / "run")
 
 
 def test_a_folder_that_cannot_be_read_is_refused(tmp_path: Path, patch: pytest.MonkeyPatch) -> None:
@@ -370,7 +372,7 @@ def test_a_folder_that_cannot_be_read_is_refused(tmp_path: Path, patch: pytest.M
 
     patch.setattr(Path, "iterdir", forbidden)
     with pytest.raises(UserError, match=r"cannot be read \(Permission denied\)"):
-        check_folder(tmp_path)
+        check(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -519,7 +521,7 @@ def test_ranks_with_other_models_data_or_splits_are_refused_on_all_of_them() -> 
 
         def work(comm: Comm, tasks: Any = tasks, datas: Any = datas) -> str:
             try:
-                compare_ranks(prepared, tasks[comm.rank], datas[comm.rank], meta, comm)
+                compare_ranks(facts_of(prepared, tasks[comm.rank], datas[comm.rank], meta, CPU), comm)
             except UserError as error:
                 return str(error)
             return ""

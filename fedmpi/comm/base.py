@@ -153,6 +153,14 @@ def agreed(comm: Comm) -> Iterator[None]:
         yield
     except (UserError, OSError) as error:
         sentence = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    common = common_trouble(comm, sentence)
+    if common:
+        raise UserError(common)
+
+
+def common_trouble(comm: Comm, sentence: str) -> str:
+    """The first sentence that any rank has to say, with that rank in front, on every rank; empty where none has.
+    Collective."""
     said = torch.zeros(comm.size, MESSAGE_BYTES, dtype=torch.uint8)
     raw = sentence.encode()[:MESSAGE_BYTES]
     said[comm.rank, : len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else 0
@@ -160,4 +168,6 @@ def agreed(comm: Comm) -> Iterator[None]:
     for rank, row in enumerate(said.numpy()):
         if row.any():
             where = f"rank {rank}: " if comm.size > 1 else ""
-            raise UserError(where + row.tobytes().rstrip(b"\0").decode(errors="replace"))
+            words: bytes = row.tobytes()
+            return where + words.rstrip(b"\0").decode(errors="replace")
+    return ""

@@ -59,6 +59,8 @@ class Arrays:
     look: Tensor | None = None
     """which of the looks each train sample has, int64 [n]; given by `looks.dress`"""
     test_look: Tensor | None = None
+    sha256: str = ""
+    """of the file that the tensors come from, where there is one"""
 
     def __post_init__(self) -> None:
         self._check_samples("train", self.x, self.y)

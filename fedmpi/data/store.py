@@ -75,9 +75,10 @@ class Stored:
     """names of the files it was read from"""
     path: Path | None
     """the prepared file that the tensors are mapped from; None where there was no folder to write it to"""
-
     published: tuple[int, int] | None = None
     """how many train and test samples the full set has"""
+    sha256: str = ""
+    """of the tensors, where there is a prepared file"""
 
     @property
     def note(self) -> str:
@@ -90,7 +91,8 @@ class Stored:
 
     def arrays(self, name: str, classes: int, **about: Any) -> Arrays:
         """The data set, with what is said about it; mean and deviation are those of its images unless they are."""
-        fields: dict[str, Any] = {"mean": self.mean, "std": self.std, "note": self.note} | about | self.tensors
+        fields: dict[str, Any] = {"mean": self.mean, "std": self.std, "note": self.note, "sha256": self.sha256}
+        fields |= about | self.tensors
         return Arrays(name, classes, **fields)
 
 
@@ -232,7 +234,10 @@ def can_write(folder: Path) -> bool:
 
 def fingerprint(source: Source, base: Path) -> list[list[Any]]:
     """Name, size and time of change of each file of a source: another one means another source."""
-    stats = [(file, file.stat()) for file in find_files(source, base)]
+    try:
+        stats = [(file, file.stat()) for file in find_files(source, base)]
+    except OSError as error:
+        raise UserError(f"{error.filename} of '{source.name}' cannot be looked at ({error.strerror})") from error
     return [[file.name, stat.st_size, stat.st_mtime_ns] for file, stat in stats]
 
 
@@ -283,7 +288,7 @@ def read_prepared(path: Path, source: Source, base: Path, quiet: bool = False) -
         return None
     mean, std = (tuple(map(float, json.loads(about[key]))) for key in ("mean", "std"))
     names = [name for name, *_ in json.loads(about["sources"])]
-    return Stored(tensors, mean, std, names, path, source.published)
+    return Stored(tensors, mean, std, names, path, source.published, about["sha256"])
 
 
 def write_prepared(path: Path, source: Source, base: Path, tensors: Tensors) -> None:

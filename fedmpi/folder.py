@@ -1,0 +1,216 @@
+"""A run folder: whose it is, what lies in it, and how files get there.
+
+    config.yaml environment.json partition.json      what runs
+    metrics.jsonl tensorboard/                       what it has come to so far
+    checkpoints/                                     where it goes on from (checkpoint.py)
+    model.safetensors finished.json                  when it is done
+    starts.jsonl stopped.json lock                   its lives: one line each; how the last one stopped; who runs it now
+
+The folder is private to the user. One run at a time has it: rank 0 holds a lock that the system itself takes back when
+the process is gone, however it went. Whatever must not be read in halves is written aside, synced and renamed.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from .env import Place
+from .errors import RunError, UserError
+
+log = logging.getLogger("fedmpi")
+
+CONFIG, FINISHED, MODEL, METRICS = "config.yaml", "finished.json", "model.safetensors", "metrics.jsonl"
+STARTS, STOPPED, LOCK, CHECKPOINTS = "starts.jsonl", "stopped.json", "lock", "checkpoints"
+WAIT_SECONDS = 10.0  # for the last life of this run, which may be dying still
+NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+
+
+def check(out: Path) -> None:
+    """Refuse a folder that holds somebody's other files or cannot be read."""
+    try:
+        if out.exists() and not (out / CONFIG).exists() and any(out.iterdir()):
+            raise UserError(f"--out {out} holds files that are no run of fedmpi; choose another folder")
+    except OSError as error:
+        raise UserError(f"--out {out} cannot be read ({error.strerror}); choose another folder") from None
+
+
+def make(out: Path) -> None:
+    """Make the run folder, private to the user."""
+    try:
+        out.mkdir(mode=0o700, parents=True, exist_ok=True)
+        probe = out / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"--out {out} cannot be written ({error.strerror}); choose a folder that can") from None
+
+
+def start_over(out: Path) -> None:
+    """Remove what an unfinished run has left, so that nothing of it is taken for the new one's."""
+    for name in ("tensorboard", CHECKPOINTS):
+        shutil.rmtree(out / name, ignore_errors=True)
+    for name in (METRICS, MODEL, STARTS):
+        (out / name).unlink(missing_ok=True)
+
+
+@contextmanager
+def held(out: Path | None, place: Place, job: str | None) -> Iterator[None]:
+    """Have the folder to oneself; a `UserError` names who has it. Without a folder, or on a file system without locks,
+    go on without."""
+    if out is None:
+        yield
+        return
+    with open(out / LOCK, "a+", encoding="utf-8") as file:
+        if take(file.fileno(), out):
+            owner = {"host": socket.gethostname(), "pid": os.getpid(), "launcher": place.launcher, "ranks": place.size}
+            file.truncate(0)
+            file.write(json.dumps(owner | {"job": job, "since": time.time()}) + "\n")
+            file.flush()
+        yield
+
+
+def take(handle: int, out: Path) -> bool:
+    """Take the lock, waiting a little for a life that is on its way out; False where there are no locks."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"--out {out} is in use by {owner_in_words(out)}; wait for it, stop it, or choose another folder"
+                ) from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            log.warning("the file system of %s has no locks: make sure that no other run uses this folder", out)
+            return False
+        time.sleep(0.2)
+
+
+def holder(out: Path) -> dict[str, Any] | None:
+    """Who runs in a folder now, as far as that can be told; None: nobody."""
+    try:
+        with open(out / LOCK, encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return None
+            except BlockingIOError:
+                found = json.loads(file.readline() or "{}")
+                return found if isinstance(found, dict) else {}
+    except ValueError:  # it is being written
+        return {}
+    except OSError:
+        return None
+
+
+def owner_in_words(out: Path) -> str:
+    """Who has the lock, for an error."""
+    owner = holder(out) or {}
+    job = f", Slurm job {owner['job']}" if owner.get("job") else ""
+    return f"process {owner['pid']} on {owner['host']}{job}" if {"pid", "host"} <= owner.keys() else "another run"
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file aside, sync and rename it, so that nobody ever reads half of it."""
+    aside = path.with_name(f".{path.name}")
+    with open(aside, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """See that a file's content, or a folder's list of names, is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot sync a folder
+            raise
+    finally:
+        os.close(handle)
+
+
+def reason(error: BaseException) -> str:
+    """Why something could not be written, in a few words."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error).split("\n")[0]
+
+
+def lost(out: Path, why: str, kept: int) -> str:
+    """The sentence for a run folder that cannot be written any more, with the round whose checkpoint is kept."""
+    safe = f"the checkpoint of round {kept} is kept" if kept else "there is no checkpoint yet"
+    return f"{out} cannot be written ({why}); {safe}: put that right and start the same command again"
+
+
+@contextmanager
+def writing(out: Path | None, kept: Callable[[], int]) -> Iterator[None]:
+    """Tell an error of the file system in a sentence, with the round whose checkpoint is kept."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise RunError(lost(out or Path(), reason(error), kept())) from error
+
+
+def add_start(out: Path, place: Place, comm: str, round: int, environ: Mapping[str, str]) -> None:
+    """Note a start in the folder; how the last life stopped is history now."""
+    record = {
+        "time": time.time(),
+        "round": round,
+        "ranks": place.size,
+        "launcher": place.launcher,
+        "comm": comm,
+        "host": socket.gethostname(),
+        "job": environ.get("SLURM_JOB_ID"),
+        "restart": restarts(environ),
+    }
+    with open(out / STARTS, "a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
+    (out / STOPPED).unlink(missing_ok=True)
+
+
+def add_stop(out: Path, round: int, why: str, environ: Mapping[str, str]) -> None:
+    """Note that the run stopped in good order, and by whose launch."""
+    record = {"round": round, "why": why, "time": time.time(), "launch": environ.get("TORCHELASTIC_RUN_ID")}
+    write(out / STOPPED, json.dumps(record) + "\n")
+    if marker := environ.get("FEDMPI_STOPPED"):  # for a launcher that hides our exit code, as torchrun does
+        Path(marker).touch()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A small record of a run folder; empty where there is none that can be read."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def stopped_before(out: Path, environ: Mapping[str, str]) -> dict[str, Any] | None:
+    """How this very launch has stopped already, where torchrun takes that for a failure and starts its ranks again."""
+    record = read_json(out / STOPPED)
+    launch = environ.get("TORCHELASTIC_RUN_ID")
+    same = launch not in (None, "none") and record.get("launch") == launch
+    return record if same and restarts(environ) else None
+
+
+def restarts(environ: Mapping[str, str]) -> int:
+    """How often the launcher has started this job again."""
+    names = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT", "FEDMPI_RESTART_COUNT")
+    return sum(int(environ[name]) for name in names if environ.get(name, "").isdecimal())
