@@ -167,6 +167,7 @@ class Saver:
         self.mine: Future[str] | None = None
         self.sealing: Future[int] | None = None
         self.memories: list[Written] = []
+        self.copies: dict[str, Tensor] = {}
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="fedmpi-checkpoint")
         token = torch.frombuffer(bytearray(os.urandom(8)), dtype=torch.int64).clone()
         comm.broadcast(token)  # a dying rank of an earlier life cannot write into this one's files
@@ -233,7 +234,8 @@ class Saver:
         vectors = {"model": state.model_N[own]}
         vectors |= {f"moment.{name}": moment_S for name, moment_S in state.moments.items()}
         vectors |= {f"shared.{name}": vector_N[own] for name, vector_N in state.shared.items()}
-        copies = {name: vector.detach().to("cpu", copy=True).contiguous() for name, vector in vectors.items()}
+        for name, vector in vectors.items():  # into memory that is had once: fresh pages cost more than the copy
+            self.copies.setdefault(name, torch.empty(vector.shape)).copy_(vector)
         rows = state.memory.pin(self._scattered())
         self.about = {
             "format": FORMAT,
@@ -251,7 +253,7 @@ class Saver:
         }
         self.flying, self.last, self.last_time = state.round, state.round, time.monotonic()
         self.memory = state.memory
-        self.mine = self.thread.submit(self._write_part, Snapshot(state.round, copies, rows))
+        self.mine = self.thread.submit(self._write_part, Snapshot(state.round, self.copies, rows))
 
     def _scattered(self) -> set[int]:
         """The clients in files of which little is still valid."""

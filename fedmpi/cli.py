@@ -7,7 +7,8 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,10 +30,17 @@ commands:
   train     train a model; 'fedmpi train --help' lists every knob
   compare   a table of runs: 'fedmpi compare RUN [RUN ...]'
   data      data sets: 'fedmpi data list', 'prepare' and 'show'; 'fedmpi data --help' tells more
+  submit    hand a run to Slurm: 'fedmpi submit --nodes 2 --time 60 -- train ...'
+  status    how runs are doing: 'fedmpi status RUN [RUN ...]'
+  cancel    end submitted runs: 'fedmpi cancel RUN [RUN ...]'
+  doctor    what this machine has, what is wrong with it and what helps
+  requeue   at the end of a batch script: have Slurm start the job again where that is wanted
 
-several ranks (more, and Slurm, in docs/guide.md):
+several ranks (more in docs/guide.md, Slurm in docs/clusters.md):
   torchrun --standalone --nproc-per-node=2 -m fedmpi train ...
   mpiexec -n 2 python -m mpi4py -m fedmpi train --comm mpi ...
+
+A run that was killed or stopped goes on when the same command is given again.
 """
 
 
@@ -141,11 +149,23 @@ def compare(arguments: list[str]) -> int:
     return 0
 
 
-def data(arguments: list[str]) -> int:
-    """`fedmpi data`: what is here, and what a split does to it."""
-    from .datacmd import main as run_command
+def elsewhere(module: str, function: str = "main") -> Callable[[list[str]], int]:
+    """A command that lives in a module of its own, imported when it is called."""
 
-    return run_command(arguments)
+    def command(arguments: list[str]) -> int:
+        run_command: Callable[[list[str]], int] = getattr(import_module(f".{module}", __package__), function)
+        return run_command(arguments)
+
+    return command
 
 
-COMMANDS = {"train": train, "compare": compare, "data": data}
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "train": train,
+    "compare": compare,
+    "data": elsewhere("datacmd"),
+    "submit": elsewhere("cluster", "submit"),
+    "status": elsewhere("cluster", "status"),
+    "cancel": elsewhere("cluster", "cancel"),
+    "requeue": elsewhere("cluster", "requeue"),
+    "doctor": elsewhere("doctor"),
+}
