@@ -22,7 +22,7 @@ def readme() -> str:
     return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
-TEST = ["pytest>=8", "pytest-timeout", "hypothesis", "mpich"]
+TEST = ["pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", "mpich"]
 DEV = [*TEST, "ruff", "mypy", "types-PyYAML"]
 
 setup(

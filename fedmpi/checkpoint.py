@@ -301,6 +301,9 @@ class Saver:
     def _seal(self, about: dict[str, Any], round: int) -> int:
         """Make a checkpoint of what all ranks have written, and forget the oldest; on rank 0, in its thread."""
         aside, there = self._aside(round), self.base / f"round-{round}"
+        metrics = self.base.parent / folder.METRICS
+        if metrics.exists():
+            folder.sync(metrics)  # it has every round that the checkpoint has
         folder.write(aside / MANIFEST, sealed(about))
         discard(there)  # one that was found damaged
         os.rename(aside, there)

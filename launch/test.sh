@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Sets up and runs every check: ruff, mypy, pytest. Arguments go to pytest.
+# Sets up and runs every check: ruff, mypy, pytest (as many tests at a time as there are cores, at most 4). Arguments go
+# to pytest.
 #
 #   bash launch/test.sh                                                       everything
 #   bash launch/test.sh -m "not slow and not processes and not launchers"     the fast tests
@@ -13,4 +14,4 @@ bash launch/setup.sh dev
 python=.venv/bin/python
 "$python" -m ruff check .
 "$python" -m mypy
-exec "$python" -m pytest "$@"
+exec "$python" -m pytest -n auto --maxprocesses=4 --dist loadgroup "$@"

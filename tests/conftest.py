@@ -20,6 +20,13 @@ hypothesis.settings.load_profile("fedmpi")
 torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that start launchers stay together by file when several run at a time: a file may have a Slurm of its own."""
+    for item in items:
+        if item.get_closest_marker("launchers"):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
 def need(component: str, present: bool, reason: str) -> None:
     """Skip where a component is absent; fail where FEDMPI_REQUIRE says that it must be there."""
     if present:
