@@ -479,8 +479,11 @@ def compare(out: Path, about: Mapping[str, Any], facts: Facts, force: bool) -> s
     """Refuse a checkpoint of another run, with what differs. `force` lets knobs differ, but not what the state is made
     of; returns those that do."""
     there, here = about["config"], facts.config
-    changed = [name for name in here if not name.startswith(FREE) and there.get(name) != here[name]]
-    changes = ", ".join(f"--{name} is {here[name]} and was {there.get(name)}" for name in changed)
+    given = {name: value for name, value in here.items() if name in there and not name.startswith(FREE)}
+    if given.get("threads") is None:
+        given["threads"] = there["threads"]  # taken from there
+    changed = [name for name, value in given.items() if value != there[name]]
+    changes = ", ".join(f"--{name} is {given[name]} and was {there[name]}" for name in changed)
     prints = [what for what, sha in facts.prints.items() if about["prints"].get(what) != sha]
     way_out = "choose another --out, or start over with --resume never"
     if changed and not force:

@@ -63,6 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RunError as error:
         complain(str(error))
         return 1
+    except KeyboardInterrupt:
+        complain("interrupted")
+        return 130
 
 
 def complain(sentence: str) -> None:
@@ -72,6 +75,7 @@ def complain(sentence: str) -> None:
 
 def train(arguments: list[str]) -> int:
     """`fedmpi train`: on every rank of whatever launched it."""
+    began = time.monotonic()  # torch is not imported yet
     from .comm import agree_early, connect
     from .env import find_place
     from .log import set_up
@@ -97,10 +101,10 @@ def train(arguments: list[str]) -> int:
             time.sleep(5)
         complain(f"rank {place.rank}: {error}" if place.rank else str(error))
         return 2
-    return on_this_rank(prepared, comm, place, device)
+    return on_this_rank(prepared, comm, place, device, began)
 
 
-def on_this_rank(prepared: Prepared, comm: Comm, place: Place, device: torch.device) -> int:
+def on_this_rank(prepared: Prepared, comm: Comm, place: Place, device: torch.device, began: float) -> int:
     """Run and leave in good order; a fault on one rank ends all of them."""
     from .comm import share_node
     from .run import run
@@ -110,7 +114,7 @@ def on_this_rank(prepared: Prepared, comm: Comm, place: Place, device: torch.dev
     try:
         if device.type == "cpu":
             share_node(comm)
-        run(prepared, comm, place, device, os.environ, signals=ALL)
+        run(prepared, comm, place, device, os.environ, signals=ALL, began=began)
     except Stopped as stop:  # by every rank alike
         if comm.rank == 0:
             where = "from there" if prepared.cfg.checkpoint.keep else "from the beginning: --checkpoint.keep is 0"

@@ -62,7 +62,7 @@ def start_over(out: Path) -> None:
     """Remove what an unfinished run has left, so that nothing of it is taken for the new one's."""
     for name in ("tensorboard", CHECKPOINTS):
         shutil.rmtree(out / name, ignore_errors=True)
-    for name in (METRICS, MODEL, STARTS):
+    for name in (METRICS, MODEL):
         (out / name).unlink(missing_ok=True)
 
 

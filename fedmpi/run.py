@@ -35,6 +35,7 @@ from .checkpoint import Facts, Found, Progress, Saver, find, restore
 from .comm import Comm, agreed
 from .config import Config, check, knobs
 from .data import SPLITS, Arrays, Data, Ints, Partition, check_weights, dress, find_data, hold_out, load, split
+from .data.splits import OWNERS
 from .env import Place, available_cores, choose_device, describe, threads_per_rank
 from .errors import RunError, UserError, unknown
 from .evaluate import evaluate
@@ -101,7 +102,13 @@ def prepare(cfg: Config, given: Given = NOTHING) -> Prepared:
         check(cfg)  # once more, for what a row of the user's own has filled in
     except UserError as error:
         raise UserError(f"algorithm '{cfg.algorithm}': {error}") from None
-    for kind, name, table in (("split", cfg.split, SPLITS), ("sum", cfg.sum, SUMS), ("--resume", cfg.resume, RESUME)):
+    words: tuple[tuple[str, str, Iterable[str]], ...] = (
+        ("split", cfg.split, SPLITS),
+        ("sum", cfg.sum, SUMS),
+        ("--resume", cfg.resume, RESUME),
+        ("way with owners (--skew.owners)", cfg.skew.owners, OWNERS),  # also where the split does not read it
+    )
+    for kind, name, table in words:
         if name not in table:
             raise unknown(kind, name, table)
     if given.data is None and ":" not in cfg.data:
@@ -149,9 +156,11 @@ def run(
     environ: Mapping[str, str],
     quiet: bool = False,
     signals: Iterable[signal.Signals] = (),
+    began: float | None = None,
 ) -> Outcome:
     """Train, from the newest checkpoint where there is one, and leave a finished run folder; returns how it ended.
-    Collective. Where one of the signals or the time budget stops it, every rank raises `Stopped`."""
+    Collective. Where one of the signals or the time budget, which counts from `began`, stops it, every rank raises
+    `Stopped`."""
     cfg, out = prepared.cfg, prepared.out
     same_everywhere("configuration", comm, json.dumps(dataclasses.asdict(cfg), sort_keys=True).encode())
     check_threads(comm)
@@ -185,7 +194,7 @@ def run(
         note += f"\ngoing on after round {found.round} of the run in {out}" if found else ""
         with folder.writing(out, lambda: found.round if found else 0):
             log = Log(out, cfg.rounds, prepared.sinks, comm.rank == 0, quiet, found.round if found else 0)
-        stop = Stop(signals, cfg.max_minutes, speaks=comm.rank == 0)
+        stop = Stop(signals, cfg.max_minutes, began, speaks=comm.rank == 0)
         with log, stop, Saver(out, cfg.checkpoint, facts, comm, found) as saver:
             log.say(header(prepared, task, comm) + note)
             outcome = train(prepared, task, comm, saver, stop, log, environ, found)
@@ -225,7 +234,8 @@ def train(
         flags = saver.round_done(state, progress, stop.flags, last=report.round == cfg.rounds)
         if any(flags) and report.round < cfg.rounds:
             if first and out is not None:
-                folder.add_stop(out, report.round, in_words(flags), environ)
+                with folder.writing(out, lambda: saver.kept):
+                    folder.add_stop(out, report.round, in_words(flags), environ)
             comm.barrier()
             raise Stopped(report.round, in_words(flags))
     if first and out is not None and not (out / FINISHED).exists():
@@ -250,14 +260,14 @@ def check_finished(out: Path, cfg: Config, environ: Mapping[str, str]) -> None:
 
 def find_start(out: Path | None, cfg: Config, facts: Facts, environ: Mapping[str, str], comm: Comm) -> Found | None:
     """The checkpoint to go on from, with its number of threads, unless one was given; None: begin. Collective."""
-    if out is None or cfg.resume == "never":
+    if out is None or (cfg.resume == "never" and not folder.restarts(environ)):  # else it was said to an earlier life
         return None
     stopped = torch.zeros(1, dtype=torch.int64)
     if comm.rank == 0 and (record := folder.stopped_before(out, environ)) is not None:
         stopped += int(record["round"])
     comm.broadcast(stopped)
     if stopped:
-        raise Stopped(int(stopped), "before")
+        raise Stopped(int(stopped), "already, in this launch")
     found = find(out, facts, comm, cfg.resume == "force")
     finished = torch.tensor([(out / FINISHED).exists()], dtype=torch.int64)
     comm.broadcast(finished)

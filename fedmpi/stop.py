@@ -52,9 +52,16 @@ class Stopped(SystemExit):
 class Stop:
     """The reasons to stop that this rank knows of. As a context it catches signals, in the main thread only."""
 
-    def __init__(self, signals: Iterable[signal.Signals] = (), minutes: float | None = None, speaks: bool = False):
+    def __init__(
+        self,
+        signals: Iterable[signal.Signals] = (),
+        minutes: float | None = None,
+        began: float | None = None,
+        speaks: bool = False,
+    ) -> None:
         self.signals, self.minutes, self.speaks = tuple(signals), minutes, speaks
-        self.started = self.round_began = time.monotonic()
+        self.round_began = time.monotonic()
+        self.began = self.round_began if began is None else began
         self.longest = 0.0
         self.seen: set[str] = set()
         self.interrupted_at: float | None = None
@@ -112,7 +119,7 @@ class Stop:
         """Take note of the time a round took; the next one must fit into the budget."""
         now = time.monotonic()
         self.longest, self.round_began = max(self.longest, now - self.round_began), now
-        if self.minutes is not None and now - self.started + self.longest > 60 * self.minutes:
+        if self.minutes is not None and now - self.began + self.longest > 60 * self.minutes:
             self.seen.add("time")
 
     @property
