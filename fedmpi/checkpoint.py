@@ -181,7 +181,10 @@ class Saver:
             if self.comm.rank == 0:
                 (self.base / CLIENTS).mkdir(mode=0o700, parents=True, exist_ok=True)
                 for left in self.base.glob(".*"):
-                    shutil.rmtree(left, ignore_errors=True)
+                    remove(left)
+                for number in rounds_in(self.base):
+                    if number > self.kept:  # found damaged: among those that are kept it would take a sound one's place
+                        discard(self.base / f"round-{number}")
         with agreed(self.comm):
             if not (self.base / CLIENTS).is_dir():
                 raise UserError(
@@ -322,7 +325,7 @@ class Saver:
             match = NAME.match(path.name)
             coming = self.token in path.name and match is not None and int(match[1]) > newest
             if path.name not in used and not coming:
-                path.unlink(missing_ok=True)
+                remove(path)
 
     def _settle(self) -> None:
         """Wait until rank 0 has made the checkpoint. Collective."""
@@ -360,7 +363,15 @@ def discard(there: Path) -> None:
     if there.exists():
         aside = there.with_name(f".old-{there.name}-{time.time_ns()}")
         os.rename(there, aside)
-        shutil.rmtree(aside, ignore_errors=True)
+        remove(aside)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, or a folder that somebody put in its place."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def rounds_in(base: Path) -> list[int]:
@@ -395,6 +406,9 @@ def find(out: Path, facts: Facts, comm: Comm, force: bool) -> Found | None:
             numbers = rounds_in(base)[: len(known)]
             known[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64)
     comm.broadcast(known)
+    with agreed(comm):
+        if known[0] and not base.is_dir():  # of its checkpoints none is damaged: they must not be removed
+            raise UserError(f"{base} is not seen here; put the run folder where all nodes see it")
     for number in filter(None, known.tolist()):
         there = base / f"round-{number}"
         trouble, changes, found = "", "", None
@@ -427,7 +441,7 @@ def read_manifest(there: Path) -> tuple[dict[str, Any], list[Placed]]:
     files: list[Placed] = []
     for rank, sha in enumerate(about["parts"]):
         path = there / f"part-{rank}.json"
-        if not path.exists() or digest(path) != sha:
+        if not path.is_file() or digest(path) != sha:
             raise Damaged(f"{path.name} is missing, or its SHA-256 does not match")
         part = folder.read_json(path)
         files.append((there, as_file(part["slice"])))
@@ -436,18 +450,19 @@ def read_manifest(there: Path) -> tuple[dict[str, Any], list[Placed]]:
 
 
 def read_sealed(path: Path) -> dict[str, Any]:
-    """A manifest that is what was written; a `UserError` for one that only a newer fedmpi can read."""
+    """A manifest that is what was written; a `UserError` for one that only a newer fedmpi can read. The seal stays the
+    same in every format, so a damaged number is not taken for a newer one."""
     about = folder.read_json(path)
-    if isinstance(about.get("format"), int) and about["format"] > FORMAT:
-        raise UserError(
-            f"{path} has format {about['format']}, written by fedmpi {about.get('fedmpi')}; this is fedmpi "
-            f"{__version__}, which reads up to format {FORMAT}: use the newer one, or --resume never to start over"
-        )
     sha = about.pop("sha256", None)
     if not about:
         raise Damaged(f"{path.name} is missing, or no JSON")
     if hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest() != sha:
         raise Damaged(f"the SHA-256 of {path.name} does not match")
+    if isinstance(about.get("format"), int) and about["format"] > FORMAT:
+        raise UserError(
+            f"{path} has format {about['format']}, written by fedmpi {about.get('fedmpi')}; this is fedmpi "
+            f"{__version__}, which reads up to format {FORMAT}: use the newer one, or --resume never to start over"
+        )
     return about
 
 

@@ -4,7 +4,9 @@ again, 130 interrupted, anything else a fault."""
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -98,6 +100,8 @@ def train(arguments: list[str]) -> int:
         # Nearly always the same on every rank, and then rank 0's word is enough: launchers end all ranks when the first
         # one leaves, so the others wait for that. Who is still there has found something that rank 0 has not.
         if place.rank:
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, lambda *_: os._exit(2))  # not 143, which would be worth another try
             time.sleep(5)
         complain(f"rank {place.rank}: {error}" if place.rank else str(error))
         return 2

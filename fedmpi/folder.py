@@ -5,6 +5,7 @@
     checkpoints/                                     where it goes on from (checkpoint.py)
     model.safetensors finished.json                  when it is done
     starts.jsonl stopped.json lock                   its lives: one line each; how the last one stopped; who runs it now
+    job.json lives.jsonl cancelled slurm/            where it was submitted (jobs.py)
 
 The folder is private to the user. One run at a time has it: rank 0 holds a lock that the system itself takes back when
 the process is gone, however it went. Whatever must not be read in halves is written aside, synced and renamed.
@@ -35,13 +36,14 @@ log = logging.getLogger("fedmpi")
 CONFIG, FINISHED, MODEL, METRICS = "config.yaml", "finished.json", "model.safetensors", "metrics.jsonl"
 STARTS, STOPPED, LOCK, CHECKPOINTS = "starts.jsonl", "stopped.json", "lock", "checkpoints"
 WAIT_SECONDS = 10.0  # for the last life of this run, which may be dying still
+BEGINNINGS = (LOCK, ".writable", f".{CONFIG}")  # all that a run killed before its first word leaves
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 def check(out: Path) -> None:
     """Refuse a folder that holds somebody's other files or cannot be read."""
     try:
-        if out.exists() and not (out / CONFIG).exists() and any(out.iterdir()):
+        if out.exists() and not (out / CONFIG).exists() and any(one.name not in BEGINNINGS for one in out.iterdir()):
             raise UserError(f"--out {out} holds files that are no run of fedmpi; choose another folder")
     except OSError as error:
         raise UserError(f"--out {out} cannot be read ({error.strerror}); choose another folder") from None
@@ -66,6 +68,20 @@ def start_over(out: Path) -> None:
         (out / name).unlink(missing_ok=True)
 
 
+_held: set[int] = set()
+"""the descriptors of the locks that this process has"""
+
+
+def _let_go() -> None:
+    """In a forked child: a lock is had by all who have its descriptor, and a child may outlive a killed owner."""
+    for handle in _held:
+        os.close(handle)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
 @contextmanager
 def held(out: Path | None, place: Place, job: str | None) -> Iterator[None]:
     """Have the folder to oneself; a `UserError` names who has it. Without a folder, or on a file system without locks,
@@ -73,13 +89,18 @@ def held(out: Path | None, place: Place, job: str | None) -> Iterator[None]:
     if out is None:
         yield
         return
-    with open(out / LOCK, "a+", encoding="utf-8") as file:
-        if take(file.fileno(), out):
+    handle = os.open(out / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    _held.add(handle)
+    try:
+        if take(handle, out):
             owner = {"host": socket.gethostname(), "pid": os.getpid(), "launcher": place.launcher, "ranks": place.size}
-            file.truncate(0)
-            file.write(json.dumps(owner | {"job": job, "since": time.time()}) + "\n")
-            file.flush()
+            os.ftruncate(handle, 0)
+            os.write(handle, (json.dumps(owner | {"job": job, "since": time.time()}) + "\n").encode())
         yield
+    finally:
+        if handle in _held:
+            _held.remove(handle)
+            os.close(handle)
 
 
 def take(handle: int, out: Path) -> bool:
@@ -189,8 +210,6 @@ def add_stop(out: Path, round: int, why: str, environ: Mapping[str, str]) -> Non
     """Note that the run stopped in good order, and by whose launch."""
     record = {"round": round, "why": why, "time": time.time(), "launch": environ.get("TORCHELASTIC_RUN_ID")}
     write(out / STOPPED, json.dumps(record) + "\n")
-    if marker := environ.get("FEDMPI_STOPPED"):  # for a launcher that hides our exit code, as torchrun does
-        Path(marker).touch()
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -207,7 +226,8 @@ def stopped_before(out: Path, environ: Mapping[str, str]) -> dict[str, Any] | No
     record = read_json(out / STOPPED)
     launch = environ.get("TORCHELASTIC_RUN_ID")
     same = launch not in (None, "none") and record.get("launch") == launch
-    return record if same and restarts(environ) else None
+    again = environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # not Slurm's: a requeued job is to go on
+    return record if same and again else None
 
 
 def restarts(environ: Mapping[str, str]) -> int:

@@ -1,0 +1,535 @@
+"""Runs as jobs: `fedmpi submit`, `status`, `cancel`, and `requeue`, which belongs into batch scripts.
+
+A job has several lives. `submit` checks everything here, where somebody reads what is wrong, and hands the run to
+Slurm through submitit. In its batch script, behind srun, stands `fedmpi requeue`: a run that stopped in good order, as
+it does before the time limit, and one that a fault has ended are put into the queue again, and go on from their newest
+checkpoint. `--executor local` does the same without Slurm (keeper.py). What is known of a run from outside is in
+jobs.py.
+
+submitit is imported when something is submitted, not before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import shlex
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import yaml
+
+from . import folder
+from .config import Config, check_bounds, knob, knobs
+from .errors import RunError, UserError, unknown
+from .jobs import (
+    CANCELLED,
+    FILES,
+    JOB,
+    LIVES,
+    Job,
+    alive,
+    ask_slurm,
+    in_words,
+    job_of,
+    lines_of,
+    look,
+    newest_checkpoint,
+    slurm_job,
+    stopped_well,
+    verdict,
+)
+from .options import filled, make_parser
+
+if TYPE_CHECKING:
+    from submitit.helpers import DelayedSubmission
+
+R = TypeVar("R", bound="Runs")
+
+EXECUTORS = ("slurm", "local")
+MANAGERS = ("none", "pmi2", "pmix")
+SLURM_ONLY = ("partition", "time", "cpus_per_rank", "mem", "account", "qos", "constraint", "signal_seconds")
+MINUTES, SIGNAL_SECONDS = 60, 120
+PATIENCE = 60.0  # seconds that `cancel` waits for the end
+
+SUBMIT_ABOUT = "Submit a training run as a job: 'fedmpi submit [options] -- train [options of train]'."
+STATUS_ABOUT = "How it stands with runs, whoever started them: state, round, rate, time left, the tail of the error."
+CANCEL_ABOUT = "End the jobs of runs. Their checkpoints are kept: the same submission goes on from there."
+REQUEUE_ABOUT = "In a batch script, behind the run: put the job into the queue again where that makes sense."
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What `submit` is asked for."""
+
+    nodes: int = knob(1, low=1)
+    """nodes of the job"""
+    ranks_per_node: int = knob(1, low=1)
+    """ranks on each node"""
+    partition: str | None = None
+    """Slurm's partition; null: its default"""
+    time: int | None = knob(None, low=1)
+    """minutes a life of the job may take; null: 60. A longer run saves, is queued again and goes on"""
+    cpus_per_rank: int | None = knob(None, low=1)
+    """cores for each rank; null: Slurm's default. Ranks use as many threads unless --threads says otherwise"""
+    gpus_per_node: int | None = knob(None, low=1)
+    """GPUs on each node, which its ranks share"""
+    mem: float | None = knob(None, low=0, open_low=True)
+    """GB of memory on each node; null: Slurm's default"""
+    account: str | None = None
+    """account that pays for it"""
+    qos: str | None = None
+    """quality of service"""
+    constraint: str | None = None
+    """features that the nodes must have"""
+    name: str | None = None
+    """name in the queue; null: that of the run folder"""
+    executor: str = "slurm"
+    """slurm, or local: processes on this machine that outlive the terminal"""
+    mpi: str = "none"
+    """how srun starts MPI ranks: none, pmi2 (MPICH) or pmix (Open MPI); needed for --comm mpi"""
+    signal_seconds: int | None = knob(None, low=1)
+    """seconds before the time limit at which the run is told to save; null: 120, or a quarter of the time if less"""
+    retries: int = knob(3, low=0, high=1000)
+    """lives in vain, with no round added to what is saved, after which a job is not started again"""
+    setup: str | None = None
+    """shell commands before the run, such as 'module load mpich'"""
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def minutes(self) -> int:
+        return self.time or MINUTES
+
+    @property
+    def warning_seconds(self) -> int:
+        """How long before its time limit the run is told."""
+        return self.signal_seconds or min(SIGNAL_SECONDS, 15 * self.minutes)
+
+
+class Train:
+    """What every task of a job does: `fedmpi train`. It is pickled by submitit, and read by the job alone."""
+
+    def __init__(self, arguments: list[str], run: Path, since: float, over: bool) -> None:
+        self.arguments, self.run, self.since = arguments, run, since
+        self.over = over
+        """whether it is to start over ('--resume never'): once, and not in every life"""
+
+    def __call__(self) -> None:
+        from .cli import main
+
+        begun = any(start.get("time", 0) >= self.since for start in lines_of(self.run / folder.STARTS))
+        again = ["--resume", "auto"] if self.over and begun else []
+        if code := main(["train", *self.arguments, *again]):
+            raise SystemExit(code)
+
+    def checkpoint(self) -> DelayedSubmission:
+        """For submitit, whose handler takes signals until the run has its own: begin again with nothing changed."""
+        from submitit.helpers import DelayedSubmission
+
+        return DelayedSubmission(self)
+
+
+# Submitting
+
+
+def submit(arguments: list[str]) -> int:
+    """`fedmpi submit`: check a run, make its folder, and hand it to Slurm or to a keeper on this machine."""
+    options, command = divided(arguments)
+    parser = make_parser("fedmpi submit", SUBMIT_ABOUT, Submission)
+    asked = filled(parser, Submission, lambda: parser.parse_args(options))
+    if command[:1] != ["train"]:
+        given = f"'{command[0]}'" if command else "nothing"
+        raise UserError(f"submit was given {given} to run; write it behind its options: fedmpi submit ... -- train ...")
+    check(asked)
+    cfg, out = checked_run(asked, command[1:])
+    check_folder(out, cfg)
+    submitit_or_error()
+    was_there = out.exists()
+    make_folder(out, cfg)
+    train = Train(command[1:], out, time.time(), over=cfg.resume == "never")
+    try:
+        job = hand_over(asked, train, out)
+    except BaseException:
+        if not was_there:
+            shutil.rmtree(out)
+        raise
+    record = {
+        "job": job.id,
+        "executor": job.executor,
+        "host": job.host,
+        "nodes": asked.nodes,
+        "ranks": asked.ranks,
+        "command": command,
+        "time": train.since,
+        "folder": str(out),
+        "retries": asked.retries,
+    }
+    folder.write(out / JOB, json.dumps(record, indent=2) + "\n")
+    print(handed_over(asked, job, shown(out)), flush=True)
+    return 0
+
+
+def divided(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """The options in front of '--', and the command behind it."""
+    if "--" not in arguments:
+        return arguments, []
+    at = arguments.index("--")
+    return arguments[:at], arguments[at + 1 :]
+
+
+def check(asked: Submission) -> None:
+    """Refuse options that are out of bounds or at odds with each other."""
+    check_bounds(asked, prefix="")
+    for kind, given, known in (("executor", asked.executor, EXECUTORS), ("--mpi", asked.mpi, MANAGERS)):
+        if given not in known:
+            raise unknown(kind, given, known)
+    for name in ("partition", "account", "qos", "constraint", "name"):
+        value = getattr(asked, name)
+        if value is not None and (not value or not value.isprintable()):
+            raise UserError(f"--{name} is {value!r}; it must be a word in one line")
+    if asked.executor == "local":
+        if asked.nodes > 1:
+            raise UserError(f"--nodes is {asked.nodes} but --executor local has this machine only; use --nodes 1")
+        useless = [f"--{name}" for name in SLURM_ONLY if getattr(asked, name) is not None]
+        if useless:
+            raise UserError(f"{' and '.join(useless)} cannot be used with --executor local; leave it out, or use slurm")
+        return
+    if asked.signal_seconds is not None and asked.signal_seconds > 30 * asked.minutes:
+        raise UserError(
+            f"--signal_seconds is {asked.signal_seconds} but a life of the job takes {60 * asked.minutes} seconds; it "
+            "must be at most half of that, so that there is time to train"
+        )
+    if shutil.which("sbatch") is None or shutil.which("srun") is None:
+        raise UserError("sbatch and srun were not found; submit on a login node of the cluster, or --executor local")
+
+
+def checked_run(asked: Submission, arguments: list[str]) -> tuple[Config, Path]:
+    """The configuration of a run and its folder, checked as `train` does it."""
+    from .log import set_up
+    from .options import parse
+    from .run import prepare
+
+    set_up(rank=0, size=1)
+    prepared = prepare(parse(arguments))
+    if prepared.cfg.comm == "mpi" and asked.mpi == "none":
+        kind, cure = "Slurm", "add --mpi pmi2 (MPICH) or --mpi pmix (Open MPI), or use --comm torch"
+        if asked.executor == "local":
+            kind, cure = "local", "use --comm torch, or start it with mpiexec"
+        raise UserError(f"--comm is mpi but {kind} jobs start no MPI ranks by themselves; {cure}")
+    if asked.mpi != "none" and asked.executor == "local":
+        raise UserError(f"--mpi {asked.mpi} is srun's, but --executor is local; leave it out")
+    assert prepared.out is not None, "a command line always has a folder"
+    out = prepared.out.absolute()
+    if not str(out).isprintable() or set("%\\") & set(str(out)):
+        raise UserError(f"--out {out} has a character that Slurm takes for more than itself (% or \\); choose another")
+    return prepared.cfg, out
+
+
+def check_folder(out: Path, cfg: Config) -> None:
+    """Refuse a folder that holds something else, or a run that is done, queued, running, or begun with other settings,
+    as far as they are known here."""
+    from .checkpoint import MANIFEST, Damaged, Facts, compare, read_sealed
+    from .run import check_finished
+
+    folder.check(out)
+    check_finished(out, cfg, {})
+    if busy := alive(out, job_of(out)):
+        raise UserError(f"--out {out} belongs to {busy}; wait for it, end it with 'fedmpi cancel', or choose another")
+    if folder.holder(out) is not None:
+        raise UserError(f"--out {out} is in use by {folder.owner_in_words(out)}; wait for it, or choose another folder")
+    saved = newest_checkpoint(out)
+    if saved is None or cfg.resume != "auto":
+        return
+    with contextlib.suppress(Damaged):  # the run itself will look for another
+        about = read_sealed(out / folder.CHECKPOINTS / f"round-{saved}" / MANIFEST)
+        known = {name: value for name, value in knobs(cfg).items() if value is not None and name != "device"}
+        known = {name: value for name, value in known.items() if not dataclasses.is_dataclass(value)}
+        compare(out, about, Facts(known, {}), force=False)
+
+
+def submitit_or_error() -> None:
+    """Refuse where submitit cannot be imported."""
+    try:
+        import submitit  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            f"submit needs submitit, which cannot be imported ({error}); pip install submitit, or use a script of "
+            "slurm/ with sbatch"
+        ) from None
+
+
+def make_folder(out: Path, cfg: Config) -> None:
+    """Make the run folder as a run would, so that the run takes it for its own."""
+    folder.make(out)
+    try:
+        (out / FILES).mkdir(mode=0o700, exist_ok=True)
+        (out / CANCELLED).unlink(missing_ok=True)
+        if not (out / folder.CONFIG).exists():
+            folder.write(out / folder.CONFIG, yaml.safe_dump(dataclasses.asdict(cfg), sort_keys=False))
+    except OSError as error:
+        raise UserError(f"--out {out} cannot be written ({error.strerror}); choose a folder that can") from None
+
+
+def hand_over(asked: Submission, train: Train, out: Path) -> Job:
+    """Submit; returns the job."""
+    if asked.executor == "local":
+        from .keeper import start
+
+        pid = start(train, out, asked.ranks, asked.retries, asked.gpus_per_node, asked.setup)
+        return Job(str(pid), "local", socket.gethostname())
+    import submitit
+
+    executor = submitit.SlurmExecutor(folder=out / FILES, max_num_timeout=asked.retries)
+    executor.update_parameters(**slurm_parameters(asked, out))
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):  # submitit prints what it raises
+            return Job(executor.submit(train).job_id, "slurm", socket.gethostname())
+    except submitit.core.utils.FailedJobError as error:
+        lines = [line.removeprefix("sbatch: error: ") for line in str(error).splitlines()]
+        sentence = f"sbatch refused the job: {'; '.join(lines) or 'it did not say why'}"
+        if "contact slurm controller" in str(error).lower():
+            raise RunError(f"{sentence}; see whether 'sinfo' answers") from None
+        raise UserError(f"{sentence}; 'sinfo' lists the partitions and their limits") from None
+
+
+def slurm_parameters(asked: Submission, out: Path) -> dict[str, Any]:
+    """The job for submitit: sbatch's options, and the lines of its script."""
+    srun = ["--kill-on-bad-exit=1", "--open-mode=append", f"--mpi={asked.mpi}"]
+    if asked.cpus_per_rank is not None:
+        srun.append(f"--cpus-per-task={asked.cpus_per_rank}")  # since Slurm 22.05 srun does not take it from sbatch
+    again = [sys.executable, "-m", "fedmpi", "requeue", "--retries", str(asked.retries), "--run", str(out)]
+    given = {
+        "job_name": asked.name or f"fedmpi-{out.name}",
+        "nodes": asked.nodes,
+        "ntasks_per_node": asked.ranks_per_node,
+        "time": asked.minutes,
+        "signal_delay_s": asked.warning_seconds,
+        "partition": asked.partition,
+        "cpus_per_task": asked.cpus_per_rank,
+        "gpus_per_node": asked.gpus_per_node,
+        "mem": None if asked.mem is None else f"{max(1, round(asked.mem * 1024))}M",
+        "account": asked.account,
+        "qos": asked.qos,
+        "constraint": asked.constraint,
+        "srun_args": srun,
+        "setup": None if asked.setup is None else [asked.setup],
+        "teardown": [f"{shlex.join(again)} $?", "exit $?"],
+        "additional_parameters": {"requeue": True},  # also where the cluster does not do so by default
+    }
+    return {name: value for name, value in given.items() if value is not None} | {"wckey": None}  # not submitit's own
+
+
+def handed_over(asked: Submission, job: Job, run: Path) -> str:
+    """What was submitted, how to follow it and how to end it."""
+    ranks = f"{asked.ranks_per_node} rank{'s' * (asked.ranks_per_node > 1)}"
+    where = f" on each of {asked.nodes} nodes" if asked.nodes > 1 else ""
+    named = shlex.quote(str(run))
+    log = shlex.quote(str(run / FILES / f"{job.id}_0_log.out"))
+    return (
+        f"submitted {job}: {ranks}{where}\nrun folder  {run}\n"
+        f"follow it   fedmpi status {named}\n            tail -F {log}\nend it      fedmpi cancel {named}"
+    )
+
+
+def shown(path: Path) -> Path:
+    """A path as one would type it here."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
+# In the batch script
+
+
+@dataclass(frozen=True)
+class Again:
+    """What `requeue` is asked for."""
+
+    retries: int = knob(3, low=0, high=1000)
+    """lives in vain after which a job is not started again"""
+    run: str | None = None
+    """run folder, which tells how far the lives came; null: SLURM_RESTART_COUNT counts"""
+
+
+@dataclass(frozen=True)
+class Requeue(Again):
+    code: int = 0
+
+
+def requeue(arguments: list[str]) -> int:
+    """`fedmpi requeue CODE`: queue the job of this batch script again, or not; returns the code that it was given."""
+    parser = make_parser("fedmpi requeue", REQUEUE_ABOUT, Again)
+    parser.add_argument("code", type=int, metavar="CODE", help="exit code of the run: $? right behind it")
+    asked = filled(parser, Requeue, lambda: parser.parse_args(arguments))
+    check_bounds(asked, prefix="")
+    if not 0 <= asked.code <= 255:
+        raise UserError(f"the exit code is {asked.code}; it must be from 0 to 255, such as $?")
+    if asked.code == 0:
+        return 0
+    job = os.environ.get("SLURM_JOB_ID")
+    if job is None:
+        raise UserError("requeue belongs into a batch script, behind the run, but SLURM_JOB_ID is not set")
+    run = None if asked.run is None else Path(asked.run)
+    restarts = folder.restarts(os.environ)
+    again, why = verdict(asked.code, run, asked.retries, job, restarts)
+    add_life(run, asked.code, job, restarts, again, why)  # first: a life that is not counted may come for ever
+    if again:
+        again, why = put_back(job)
+        if not again:
+            add_life(run, asked.code, job, restarts, again, why)
+    how = "stopped in good order" if stopped_well(asked.code, run) else f"ended with exit code {asked.code}"
+    tell(f"job {job} {how}; " + ("queued again" if again else f"not queued again: {why}"))
+    return asked.code
+
+
+def put_back(job: str) -> tuple[bool, str]:
+    """Put a job that runs into the queue again; whether that was done, and why not."""
+    facts = slurm_job(job)
+    if facts is None:
+        return False, "Slurm does not answer"
+    state = facts.get("JobState", "gone")
+    if state != "RUNNING":  # cancelled, or requeued by somebody else
+        return False, f"it is {state} already"
+    said = ask_slurm("scontrol", "requeue", job)
+    if said is None or said.returncode:
+        return False, "scontrol requeue failed: " + " ".join((said.stderr if said else "no answer").split())
+    return True, ""
+
+
+def add_life(run: Path | None, code: int, job: str, restarts: int, again: bool, why: str) -> None:
+    """Note in the folder how a life of a job ended; not in one that is no run's."""
+    if run is None or not (run / folder.CONFIG).exists():
+        return
+    record = {"time": time.time(), "job": job, "restart": restarts, "code": code}
+    record |= {"round": newest_checkpoint(run) or 0, "again": again, "why": why}
+    try:
+        with open(run / LIVES, "a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+    except OSError as error:
+        raise RunError(
+            f"{run / LIVES} cannot be written ({error.strerror}), so job {job} is not started again"
+        ) from None
+
+
+def tell(sentence: str) -> None:
+    sys.stderr.write(f"fedmpi: {sentence}\n")
+    sys.stderr.flush()
+
+
+# Looking and ending
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """No options."""
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Run folders."""
+
+    runs: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Looked(Runs):
+    """What `status` is asked for."""
+
+    json: bool = False
+
+
+def status(arguments: list[str]) -> int:
+    """`fedmpi status RUN [RUN ...] [--json]`: how it stands with runs."""
+    asked = folders("status", STATUS_ABOUT, Looked, arguments)
+    seen = [look(Path(run)) for run in asked.runs]
+    print(json.dumps(seen, indent=2) if asked.json else "\n\n".join(map(in_words, seen)), flush=True)
+    return 0
+
+
+def cancel(arguments: list[str]) -> int:
+    """`fedmpi cancel RUN [RUN ...]`: end the jobs of runs."""
+    asked = folders("cancel", CANCEL_ABOUT, Runs, arguments)
+    runs = [Path(run) for run in asked.runs]
+    jobs = [running_job(run) for run in runs]
+    for run, job in zip(runs, jobs, strict=True):
+        folder.write(run / CANCELLED, json.dumps({"time": time.time(), "job": job.id}) + "\n")
+        try:
+            end(job)
+        except RunError:
+            (run / CANCELLED).unlink()  # it goes on
+            raise
+    gone = [wait_until(partial(ended, run, job)) for run, job in zip(runs, jobs, strict=True)]
+    for run, job, done in zip(runs, jobs, gone, strict=True):
+        saved = newest_checkpoint(run)
+        kept = "no checkpoint was written" if saved is None else f"the checkpoint of round {saved} is kept"
+        word = "cancelled" if done else "told to end, and still ending"
+        print(f"{run}: {job} {word}; {kept}: submit it again to go on", flush=True)
+    return 0
+
+
+def folders(command: str, about: str, kind: type[R], arguments: list[str]) -> R:
+    """What a command on run folders is asked for."""
+    parser = make_parser(f"fedmpi {command}", about, Nothing)
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="run folder")
+    if kind is Looked:
+        parser.add_argument("--json", action="store_true", help="for programs: a list of JSON objects")
+    asked = filled(parser, kind, lambda: parser.parse_args(arguments))
+    if not asked.runs:
+        raise UserError(f"{command} was given no run folder; name one or more: fedmpi {command} RUN [RUN ...]")
+    return asked
+
+
+def running_job(run: Path) -> Job:
+    """The job of a run that is queued or running; a `UserError` where there is none to end."""
+    seen, job = look(run), job_of(run)
+    owner = folder.holder(run)
+    if job is not None and alive(run, job):
+        if job.executor == "local" and job.host != socket.gethostname():
+            raise UserError(f"'{run}' runs on {job.host}; cancel it there")
+        return job
+    if job is not None and job.executor == "slurm" and slurm_job(job.id) is None:
+        raise RunError(f"Slurm does not answer, so its job {job.id} cannot be cancelled; see whether 'sinfo' answers")
+    if owner is not None:
+        raise UserError(f"'{run}' is run by {folder.owner_in_words(run)}, not as a job: end it where it was started")
+    raise UserError(f"'{run}' is not running: it is {seen['state']}" + (f" ({seen['why']})" if seen["why"] else ""))
+
+
+def end(job: Job) -> None:
+    """Tell a job to end."""
+    if job.executor == "local":
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(job.id), signal.SIGTERM)
+        return
+    said = ask_slurm("scancel", job.id)
+    if said is None or said.returncode:
+        why = " ".join((said.stderr if said else "it does not answer").split())
+        raise RunError(f"scancel {job.id} failed: {why}")
+
+
+def ended(run: Path, job: Job) -> bool:
+    """Whether a job neither waits nor runs any more."""
+    return not alive(run, job)
+
+
+def wait_until(true: Callable[[], bool], seconds: float = PATIENCE) -> bool:
+    """Whether something comes true in that time."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.3)
+    return True

@@ -1,0 +1,351 @@
+"""What can be told of a run from outside: by its folder, by the job that it was submitted as, and by Slurm.
+
+Nothing here takes part in a run. Files may be torn, missing or a moment old: whoever reads them gets what there is.
+Slurm is asked by `scontrol`, which needs no accounting but forgets a job some minutes after its end; the folder tells
+what Slurm has forgotten.
+
+A run folder has, beside what `folder.py` names, the files of jobs:
+
+    job.json          the job that `fedmpi submit` made of it last
+    lives.jsonl       a line for every life of a job that did not end the run, and whether it is to begin again
+    cancelled         there since `fedmpi cancel`: what ends now is not to begin again
+    slurm/            submitit's files and the logs of the ranks
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .errors import UserError
+from .folder import CHECKPOINTS, CONFIG, FINISHED, METRICS, STARTS, STOPPED, holder, read_json
+
+JOB, LIVES, CANCELLED, FILES, KEEPER = "job.json", "lives.jsonl", "cancelled", "slurm", "keeper"
+STOP = 75  # the exit code of a run that stopped in good order and wants to be started again
+
+# Slurm's states, but for those of a job that runs
+WAITING = ("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
+ENDED = (
+    "BOOT_FAIL",
+    "CANCELLED",
+    "COMPLETED",
+    "DEADLINE",
+    "FAILED",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "PREEMPTED",
+    "REVOKED",
+    "TIMEOUT",
+)
+TAIL_BYTES = 1 << 16
+RECENT = 20  # rounds that a rate is made of
+SHOWN = 8  # lines of a log
+
+
+@dataclass(frozen=True)
+class Job:
+    """The job that runs a run, or that ran it last."""
+
+    id: str
+    executor: str
+    """slurm or local"""
+    host: str = ""
+    """where a local job runs"""
+
+    def __str__(self) -> str:
+        return f"{'Slurm' if self.executor == 'slurm' else self.executor} job {self.id}"
+
+
+def job_of(run: Path) -> Job | None:
+    """The job of a run folder; None where it never was one. A run that a batch script started has one too."""
+    made, holds, begun = read_json(run / JOB), holder(run) or {}, lines_of(run / STARTS)
+    latest = holds.get("job") or (begun[-1].get("job") if begun else None)
+    if "job" not in made or (latest and made.get("executor") == "slurm" and number(latest) > number(made["job"])):
+        return Job(str(latest), "slurm") if latest else None
+    return Job(str(made["job"]), str(made.get("executor")), str(made.get("host", "")))
+
+
+def number(job: Any) -> int:
+    """A job's id as a number; 0 for what is none."""
+    return int(job) if str(job).isdecimal() else 0
+
+
+def ask_slurm(*command: str) -> subprocess.CompletedProcess[str] | None:
+    """What a command of Slurm says; None where it is not installed or does not answer."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+
+
+def slurm_job(job: str) -> dict[str, str] | None:
+    """What Slurm knows of a job: empty where it has forgotten it, None where Slurm cannot be asked."""
+    said = ask_slurm("scontrol", "--oneliner", "show", "job", job)
+    if said is None or (said.returncode and "Invalid job id" not in said.stderr):
+        return None
+    facts = dict(re.findall(r"(?:^| )(\w+)=(\S*)", said.stdout))
+    if not facts:  # with accounting there is one more place to look
+        kept = ask_slurm("sacct", "--allocations", "--noheader", "--parsable2", "--jobs", job, "--format", "State")
+        words = kept.stdout.split() if kept is not None and kept.returncode == 0 else []
+        facts = {"JobState": words[0]} if words else {}
+    return facts
+
+
+def kept_alive(run: Path) -> bool:
+    """Whether the process that keeps a local job is there: it has the lock of its file for as long as it lives."""
+    try:
+        with open(run / FILES / KEEPER, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
+def alive(run: Path, job: Job | None) -> str:
+    """A job that waits or runs, in words; empty where there is none."""
+    if job is None:
+        return ""
+    if job.executor == "local":
+        return f"{job} on {job.host}, which is running" if kept_alive(run) else ""
+    state = (slurm_job(job.id) or {}).get("JobState", "COMPLETED")
+    return "" if state in ENDED else f"{job}, which is {state}"
+
+
+# What a folder tells
+
+
+def lines_of(path: Path, tail: int | None = None) -> list[dict[str, Any]]:
+    """The JSON objects in a file of lines, or in its last `tail` bytes; a torn line is left out."""
+    try:
+        with open(path, "rb") as file:
+            if tail is not None:
+                file.seek(max(0, path.stat().st_size - tail))
+            raw = file.read().splitlines()
+    except OSError:
+        return []
+    out = []
+    for line in raw:
+        try:
+            found = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(found, dict):
+            out.append(found)
+    return out
+
+
+def newest_checkpoint(run: Path) -> int | None:
+    """The round of the newest checkpoint, None where there is none."""
+    found = (re.fullmatch(r"round-(\d+)", path.parent.name) for path in (run / CHECKPOINTS).glob("*/manifest.json"))
+    return max((int(match[1]) for match in found if match), default=None)
+
+
+def cancelled(run: Path) -> bool:
+    """Whether the run was cancelled since it was last started."""
+    begun = lines_of(run / STARTS)
+    when = read_json(run / CANCELLED).get("time")
+    return isinstance(when, int | float) and all(when >= start.get("time", 0) for start in begun[-1:])
+
+
+def verdict(code: int, run: Path | None, retries: int, job: str, restarts: int) -> tuple[bool, str]:
+    """Whether a job whose ranks ended with this code is to begin again, and the reason in words.
+
+    A run that stopped in good order goes on, and so does one that a fault has ended, as long as its lives get anywhere:
+    after `retries` of them in vain, the next would be in vain as well. A folder tells how far they got, and whether a
+    run stopped in good order where its launcher hides the code; without one, `restarts` counts against a fault.
+    """
+    if code == 0:
+        return False, "the run is done"
+    if code == 2:
+        return False, "it would end in the same way"
+    if run is None or not (run / CONFIG).exists():  # where nothing is kept, nothing can be counted
+        again = code == STOP or restarts < retries
+        return again, "" if again else f"it was started again {restarts} times"
+    if (run / FINISHED).exists():
+        return False, "the run is done"
+    if cancelled(run):
+        return False, "the run was cancelled"
+    saved = newest_checkpoint(run) or 0
+    vain = 0
+    for life in reversed([life for life in lines_of(run / LIVES) if life.get("job") == job]):
+        if life.get("round") != saved:
+            break
+        vain += 1
+    if vain >= (max(1, retries) if stopped_well(code, run) else retries):
+        lives = "this life" if vain == 0 else f"{vain + 1} lives"
+        return False, f"no round was added to the {saved} that are saved in {lives}"
+    return True, ""
+
+
+def stopped_well(code: int, run: Path | None) -> bool:
+    """Whether the ranks stopped in good order; torchrun makes another code of theirs, but the folder knows."""
+    return code == STOP or (code not in (0, 2) and run is not None and (run / STOPPED).exists())
+
+
+# All of it together
+
+
+def look(run: Path) -> dict[str, Any]:
+    """How it stands with a run; a `UserError` for a folder that is none."""
+    if not (run / CONFIG).exists() and not (run / JOB).exists():
+        there = "holds no run" if run.is_dir() else "is no folder"
+        raise UserError(f"'{run}' {there}; give the --out of a training run, such as runs/fedavg-gma-glyphs-0")
+    job, begun = job_of(run), lines_of(run / STARTS)
+    facts = slurm_job(job.id) if job is not None and job.executor == "slurm" else {}
+    state, why = state_of(run, job, facts)
+    made, last = read_json(run / JOB), begun[-1] if begun else {}
+    out: dict[str, Any] = {"run": str(run), "state": state, "why": why}
+    out["job"] = None if job is None else job.id
+    out["executor"] = None if job is None else job.executor
+    out["nodes"] = nodes_of(run, job, facts or {}) if state == "running" else None
+    out["ranks"] = last.get("ranks", made.get("ranks"))
+    out["starts"], out["checkpoint"] = len(begun), newest_checkpoint(run)
+    out |= progress(run, state)
+    out["error"] = errors_of(run, job) if state == "failed" else []
+    return out
+
+
+def state_of(run: Path, job: Job | None, facts: dict[str, str] | None) -> tuple[str, str]:
+    """A run's state and what more there is to say of it. `facts`: what Slurm knows of its job."""
+    slurm = (facts or {}).get("JobState", "")
+    if (run / FINISHED).exists() and slurm not in WAITING:  # a finished run may be queued for more rounds
+        return "finished", ""
+    if slurm in WAITING:
+        reason = (facts or {}).get("Reason", "")
+        start = (facts or {}).get("StartTime", "Unknown")
+        expected = "" if start in ("Unknown", "N/A") else f", start expected {start.replace('T', ' ')}"
+        return "requeued" if number((facts or {}).get("Restarts")) else "queued", reason + expected
+    if slurm and slurm not in ENDED:
+        begins = "" if holder(run) is not None else "starting or ending"
+        return "running", begins if slurm in ("RUNNING", "COMPLETING") else slurm.lower()
+    if job is not None and job.executor == "local" and kept_alive(run):
+        return "running", "" if holder(run) is not None else "starting or ending"
+    if (owner := holder(run)) is not None:
+        return "running", f"process {owner.get('pid')} on {owner.get('host')}, launched by {owner.get('launcher')}"
+    return state_at_rest(run, job, facts, slurm)
+
+
+def state_at_rest(run: Path, job: Job | None, facts: dict[str, str] | None, slurm: str) -> tuple[str, str]:
+    """The state of a run that is not finished and that nobody runs."""
+    lives = [life for life in lines_of(run / LIVES) if job is not None and life.get("job") == job.id]
+    given_up = str(lives[-1].get("why")) if lives and not lives[-1].get("again") else ""
+    if cancelled(run) or slurm == "CANCELLED":
+        return "cancelled", "" if cancelled(run) else "by scancel"
+    if stopped := read_json(run / STOPPED):
+        why = f"by {stopped.get('why')} after round {stopped.get('round')}"
+        return "stopped", f"{why}; not started again, as {given_up}" if given_up else why
+    begun = lines_of(run / STARTS)
+    if facts is None and not begun:
+        return "unknown", "Slurm does not answer here, and the run has not begun"
+    if not begun and not slurm and not lives:
+        return "unknown", "it has not begun" if job is None else "Slurm has forgotten the job, and the run never began"
+    code = f"exit code {lives[-1].get('code')}" if lives else ""
+    word = slurm.lower().replace("_", " ") if slurm not in ("", "FAILED", "COMPLETED") else ""
+    said = "; ".join(filter(None, [word, code, given_up and f"not started again, as {given_up}"]))
+    return "failed", said or "it ended before it was done"
+
+
+def nodes_of(run: Path, job: Job | None, facts: dict[str, str]) -> str | None:
+    """Where a run runs."""
+    if job is not None and job.executor == "local":
+        return job.host
+    names = facts.get("NodeList", "(null)")
+    return str((holder(run) or {}).get("host") or "") or None if names == "(null)" else names
+
+
+def progress(run: Path, state: str) -> dict[str, Any]:
+    """Rounds done and to do, how fast they go, and the last test metric."""
+    rounds = [line for line in lines_of(run / METRICS, TAIL_BYTES) if isinstance(line.get("round"), int)]
+    done = rounds[-1]["round"] if rounds else 0
+    wanted = configured_rounds(run)
+    rate = rate_of(rounds[-RECENT:])
+    left = (wanted - done) / rate if rate and wanted and state == "running" else None
+    out = {"round": done, "rounds": wanted, "rounds_a_minute": rate, "minutes_left": left}
+    for line in reversed(rounds):
+        for name, value in line.items():
+            if name.startswith("test_") and name != "test_loss" and isinstance(value, int | float):
+                return out | {"metric": name.removeprefix("test_"), "value": value, "scored": line["round"]}
+    return out | {"metric": None, "value": None, "scored": None}
+
+
+def configured_rounds(run: Path) -> int | None:
+    """How many rounds a run is to have, None where its configuration cannot be read."""
+    try:
+        found = yaml.safe_load((run / CONFIG).read_text(encoding="utf-8"))
+        return int(found["rounds"])
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        return None
+
+
+def rate_of(rounds: list[dict[str, Any]]) -> float | None:
+    """Rounds a minute, by the seconds that the rounds took."""
+    each = [line["seconds"].values() for line in rounds if isinstance(line.get("seconds"), dict)]
+    total = sum(value for values in each for value in values if isinstance(value, int | float))
+    return 60 * len(each) / total if total > 0 else None
+
+
+def errors_of(run: Path, job: Job | None) -> list[str]:
+    """The last lines of the newest error logs of a job, each log with its name in front."""
+    logs = [] if job is None else sorted((run / FILES).glob(f"{job.id}_*_log.err"), key=age)[-3:]
+    out: list[str] = []
+    for path in logs:
+        if lines := tail_of(path):
+            out += [f"{path}:", *(f"  {line}" for line in lines)]
+    return out
+
+
+def age(path: Path) -> float:
+    """When a file was last written to; long ago where it is gone."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def tail_of(path: Path) -> list[str]:
+    """The last lines of a log that say something."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return []
+    lines = [line.rstrip() for line in text.splitlines()]
+    return [line for line in lines if line and not line.startswith("submitit ")][-SHOWN:]
+
+
+def in_words(seen: dict[str, Any]) -> str:
+    """What `look` found, for people."""
+    rows = [("state", seen["state"] + (f" ({seen['why']})" if seen["why"] else ""))]
+    if seen["job"] is not None:
+        where = f" on {seen['nodes']}" if seen["nodes"] else ""
+        rows.append(("job", f"{Job(seen['job'], seen['executor'])}{where}"))
+    if seen["ranks"]:
+        rows.append(("ranks", str(seen["ranks"])))
+    pace = seen["rounds_a_minute"]
+    rate = f", {pace:,.{0 if pace >= 100 else 1 if pace >= 1 else 3}f} a minute" if pace else ""
+    left = f", {duration(seen['minutes_left'])} left" if seen["minutes_left"] is not None else ""
+    rows.append(("round", f"{seen['round']} of {seen['rounds'] or '?'}{rate}{left}"))
+    if seen["metric"]:
+        rows.append((f"test {seen['metric']}", f"{seen['value']:.4f} (round {seen['scored']})"))
+    saved = "none" if seen["checkpoint"] is None else f"round {seen['checkpoint']}"
+    rows += [("checkpoint", saved), ("starts", str(seen["starts"]))]
+    width = max(len(name) for name, _ in rows)
+    lines = [seen["run"], *(f"  {name.ljust(width)}  {value}" for name, value in rows)]
+    return "\n".join(lines + [f"  {line}" for line in seen["error"]])
+
+
+def duration(minutes: float) -> str:
+    """A time in words."""
+    if minutes < 1:
+        return f"{60 * minutes:.0f} s"
+    return f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.1f} h"
