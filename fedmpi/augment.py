@@ -21,6 +21,7 @@ Augment = Callable[[Tensor, int], Tensor]
 """(images [n, channels, height, width], seed) -> images of the same shape"""
 
 STEPS = {"crop": ("pixels",), "flip": (), "none": ()}
+MOST_PIXELS = 1024
 STREAM = 0x5EED_A06  # what layers draw under the same seed must not be the same numbers
 
 
@@ -31,8 +32,10 @@ def make_augment(text: str, option: str = "--augment") -> Augment | None:
         name, numbers = read_spec(option, word, STEPS)
         if name == "crop":
             pixels = numbers["pixels"]
-            if pixels < 1 or pixels != int(pixels):
-                raise UserError(f"{option} is '{text}'; crop needs a whole number of pixels, at least 1")
+            if not 1 <= pixels <= MOST_PIXELS or pixels != int(pixels):
+                raise UserError(
+                    f"{option} is '{text}'; crop needs a whole number of pixels, at least 1, at most {MOST_PIXELS}"
+                )
             steps.append(partial(crop, pixels=int(pixels)))
         elif name == "flip":
             steps.append(flip)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from .errors import UserError
@@ -75,7 +76,7 @@ class Server:
     """decay of the first moment"""
     b2: float | None = knob(None, low=0, high=1, open_high=True)
     """decay of the second moment; null: the variant's own"""
-    eps: float | None = knob(None, low=0, open_low=True)
+    eps: float | None = knob(None, low=0, open_low=True, high=1e18)
     """constant beside the root; null: the variant's own"""
     variant: str = "reddi"
     """reddi (no bias correction, v from eps^2, b2 0.99, eps 1e-3) or torch (bias correction, v from 0, b2 0.999, eps
@@ -251,6 +252,8 @@ def check_bounds(part: Any, prefix: str) -> None:
             check_bounds(value, f"{prefix}{f.name}.")
         elif value is None and "None" not in str(f.type):
             raise UserError(f"--{prefix}{f.name} is null; it must have a value, and {f.default} is the default")
+        elif isinstance(value, str):
+            check_word(f"--{prefix}{f.name}", value)
         elif "low" in f.metadata and value is not None:
             if abs(value) == math.inf:
                 raise UserError(f"--{prefix}{f.name} is {value}; it must be a finite number")
@@ -258,6 +261,17 @@ def check_bounds(part: Any, prefix: str) -> None:
                 raise UserError(f"--{prefix}{f.name} is {value}; it must be at most {MOST:g}")
             if not within(value, **f.metadata):
                 raise UserError(f"--{prefix}{f.name} is {value}; it must be {interval(**f.metadata)}")
+
+
+def check_word(option: str, word: str) -> None:
+    """Refuse what can be neither a name nor a path."""
+    if "\0" in word:
+        raise UserError(f"{option} is '{word}'; it cannot have a zero byte in it")
+    if word.startswith("~"):
+        try:
+            Path(word).expanduser()
+        except RuntimeError:
+            raise UserError(f"{option} is '{word}'; there is no home folder of that user") from None
 
 
 def within(value: float, low: float, high: float, open_low: bool, open_high: bool) -> bool:

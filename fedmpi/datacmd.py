@@ -114,7 +114,9 @@ def parse(command: str, about: str, options: type, kind: type[T], arguments: lis
     """What a command is asked for: the fields of `options`, and one argument that is no such field."""
     parser = make_parser(f"fedmpi data {command}", about, options)
     parser.add_argument(*words, **how)
-    return filled(parser, kind, lambda: parser.parse_args(arguments))
+    asked = filled(parser, kind, lambda: parser.parse_args(arguments))
+    check_bounds(asked, prefix="")
+    return asked
 
 
 # What is here
@@ -266,7 +268,6 @@ def show(arguments: list[str]) -> int:
     about = "A picture of a split: who has how much of which class, and samples as the model sees them."
     names = {"nargs": "*", "metavar": "NAME", "help": "data set, or your own as package.module:name"}
     asked = parse("show", about, Show, Showing, arguments, "names", **names)
-    check_bounds(asked, prefix="")
     if len(asked.names) != 1:
         raise UserError(f"show was given {len(asked.names)} data sets; name one: {', '.join(DATASETS)}, or your own")
     name = asked.names[0]

@@ -14,6 +14,11 @@ from collections.abc import Iterable
 class UserError(ValueError):
     """The caller's mistake: exit code 2."""
 
+    def __str__(self) -> str:
+        """In one line, and harmless to a terminal, whatever was given."""
+        text = super().__str__()
+        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
 
 class RunError(RuntimeError):
     """A fault while running, told in one sentence: exit code 1."""

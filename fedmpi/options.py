@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import re
 import reprlib
 from collections.abc import Callable, Iterable
@@ -24,6 +25,9 @@ from .errors import UserError, nearest
 
 T = TypeVar("T")
 
+MOST_BYTES = 1_000_000  # of a configuration, which has a few thousand
+LONG = re.compile(r"[-+]?(?:[\d_:]{100,}|0x[\da-f_]{100,}|0b[01_]{100,})", re.IGNORECASE)  # float32 ends at 39 digits
+DEEPEST = 8  # of groups in groups, of which a configuration has two
 ABOUT = "Train a model by federated learning. null means: chosen by the algorithm or by the machine."
 
 
@@ -35,6 +39,7 @@ def parse(arguments: list[str]) -> Config:
         name, equals, value = word.partition("=") if word.startswith("--") else (before, "=", word)
         if equals:
             refuse_comment(name.removeprefix("--"), value)
+            check_option(name, value)
     return filled(parser, Config, lambda: parser.parse_args(files_first(without_aliases(arguments))))
 
 
@@ -72,6 +77,8 @@ def filled(parser: jsonargparse.ArgumentParser, kind: type[T], read: Callable[[]
     except argparse.ArgumentError as error:
         known = [option for action in parser._actions for option in action.option_strings]
         raise UserError(sentence(str(error), known, parser.prog)) from None
+    except OverflowError:
+        raise UserError("a number is too large for a computer's; give a smaller one") from None
     return kind(**{f.name: getattr(values, f.name) for f in dataclasses.fields(kind)})  # type: ignore[arg-type]
 
 
@@ -128,7 +135,7 @@ def find_file(name: str) -> Path:
     path = Path(name)
     if name in recipes() and not path.is_file():
         path = recipes()[name]
-    elif not path.exists():
+    elif not os.path.exists(path):  # Path.exists raises for a name that is too long
         near = nearest(name, recipes())
         hint = f"did you mean '{near}'? " if near else ""
         raise UserError(f"--config '{name}' is neither a file nor a recipe; {hint}recipes: {', '.join(recipes())}")
@@ -139,7 +146,12 @@ def find_file(name: str) -> Path:
 def check_file(path: Path) -> None:
     """Refuse a YAML file that cannot be read or that names what is no knob; values are left to the parser."""
     try:
+        if not path.is_file() and not path.is_dir():
+            raise ValueError("it is no file but a device or a pipe")  # which may never end
+        if path.stat().st_size > MOST_BYTES:
+            raise ValueError(f"it has more than {MOST_BYTES:,} bytes")
         text = path.read_text(encoding="utf-8")
+        refuse_bomb(text)
         refuse_twice(yaml.compose(text, Loader=yaml.SafeLoader))
         tree = yaml.safe_load(text)
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -152,6 +164,35 @@ def refuse_comment(name: str, value: str) -> None:
     """Refuse a value that the parser would take for a comment, and so for null."""
     if value.lstrip().startswith("#"):
         raise UserError(f"--{name} is '{value}'; a value cannot begin with #")
+
+
+class Bomb(yaml.YAMLError):
+    """A small text that stands for something large."""
+
+
+def check_option(option: str, text: str) -> None:
+    """Refuse a value on the command line, which may be YAML, that the parser would not come to an end with."""
+    try:
+        refuse_bomb(text)
+    except Bomb as error:
+        raise UserError(f"{option} cannot be read ({error}); give a plain value") from None
+    except (ValueError, yaml.YAMLError):
+        return  # a word, or what the parser tells better
+
+
+def refuse_bomb(text: str) -> None:
+    """Refuse aliases, and groups in groups in groups: a few lines of them may be more than a memory holds. Also numbers
+    that no knob could take, of which Python and the parser make errors of their own."""
+    depth, anchors = 0, set()
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if isinstance(event, yaml.AliasEvent) and event.anchor in anchors:
+            raise Bomb(f"it has an alias, *{event.anchor}")
+        if depth > DEEPEST:
+            raise Bomb(f"it has more than {DEEPEST} brackets or groups in each other")
+        if isinstance(event, yaml.ScalarEvent) and LONG.fullmatch(event.value):
+            raise Bomb(f"it has a number of {len(event.value)} digits")
+        anchors.add(getattr(event, "anchor", None))
 
 
 def refuse_twice(node: yaml.Node | None) -> None:

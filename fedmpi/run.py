@@ -124,7 +124,7 @@ def prepare(cfg: Config, given: Given = NOTHING) -> Prepared:
     work = Work(cfg.local.epochs, cfg.local.steps, cfg.local.batch, make_share(cfg.local.work))
     if cfg.out == "":
         raise UserError("--out is ''; name a folder, or leave it out")
-    out = Path(default_folder(cfg, given.row) if cfg.out is None else cfg.out)
+    out = Path(default_folder(cfg, given.row) if cfg.out is None else cfg.out).expanduser()
     algorithm = given.algorithm if isinstance(given.algorithm, Algorithm) else build(cfg)
     model = None if cfg.model is None or given.model is not None else find_model(cfg.model)
     return Prepared(cfg, algorithm, model, work, sink_names(cfg.log), out, given)
