@@ -2,25 +2,35 @@
 # Trains on N ranks of this machine under torchrun (N = 2 unless given); everything else goes to 'fedmpi train'.
 #
 #   bash launch/torchrun.sh 4 --algorithm fedavg --data glyphs --out runs/a
+#   bash launch/torchrun.sh 4 --max-restarts 0 --algorithm fedavg ...
 #   bash launch/torchrun.sh --help          this text;  fedmpi train --help  has the arguments
 #
-# For several machines use torchrun itself: torchrun --nnodes=2 --rdzv-endpoint=HOST:PORT ... -m fedmpi train ...
+# When a rank dies, all are started again and go on from the newest checkpoint, at most --max-restarts times (3 unless
+# given). Ctrl-C and SIGTERM stop the run in good order, and so does SIGUSR2. Ends with the code of the ranks: 0 done,
+# 2 the caller's mistake, 75 stopped in good order (the same command goes on), anything else a fault.
+# For several machines: slurm/torchrun.sbatch, or torchrun itself with --nnodes and --rdzv-endpoint.
 set -euo pipefail
 
 if (($# == 0)) || [[ $1 == -h || $1 == --help ]]; then
-    sed -n '2,7s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    sed -n '2,11s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
     exit 0
 fi
 
-ranks=2
-if [[ $1 =~ ^[1-9][0-9]*$ ]]; then
-    ranks=$1
-    shift
-fi
-
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-python=$root/.venv/bin/python
-[[ -x $python ]] || python=python3
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+read_arguments "$@"
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # torchrun warns when it has to choose; fedmpi sets its own threads
-exec "$python" -m torch.distributed.run --standalone --nproc-per-node="$ranks" -m fedmpi train "$@"
+FEDMPI_CODES=$(mktemp -d)  # torchrun ends with 1 whatever its ranks end with, so they leave their codes here
+export FEDMPI_CODES
+trap 'rm -rf "$FEDMPI_CODES"' EXIT
+
+# Ranks stop at the end of a round; torchrun kills those that have not left after the shutdown timeout.
+asked=0
+watch "$python" -m torch.distributed.run --standalone --nproc-per-node="$ranks" --max-restarts="$restarts" \
+    --shutdown-timeout="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120}" "$root/launch/rank.py" "${rest[@]}"
+for known in 130 75 2; do
+    if ((code)) && grep -qsx "$known" "$FEDMPI_CODES"/*; then
+        code=$known
+    fi
+done
+exit "$code"
