@@ -3,7 +3,6 @@ its own mask (gradient masked averaging, but for FedGMA-2021)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,17 +33,14 @@ REACHES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def both_cores() -> Iterator[None]:
-    """Two threads: what is learned matters here, and no bit."""
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(1)
+ALWAYS = ("fedavg", "scaffold", "fedyogi", "uga", "fedmeta", "fedgma2021")  # one of each kind; the others with -m long
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(
+    "algorithm", [pytest.param(name, marks=[] if name in ALWAYS else [pytest.mark.long]) for name in ALGORITHMS]
+)
 def test_it_learns_from_clients_with_two_classes(algorithm: str, tmp_path: Path) -> None:
     rounds, least = REACHES[algorithm]
     federation = ["--data", "glyphs", "--split", "classes", "--clients", "100", "--cohort", "10", "--model", "lenet"]
