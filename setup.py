@@ -43,7 +43,7 @@ setup(
         "numpy",
         "submitit",
         "jsonargparse[signatures]>=4.30",
-        "safetensors",
+        "safetensors>=0.8",
         "tensorboard",
         "tqdm",
         "matplotlib",

@@ -27,8 +27,8 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -53,6 +53,8 @@ FORMAT = 1  # of the files: raise it with a change that an older fedmpi cannot r
 MANIFEST, CLIENTS = "manifest.json", "clients"
 NAME = re.compile(r"round-([1-9]\d*)")
 PLAIN = re.compile(r"[\w-][\w.-]*")  # a file's name, never a path
+NOT_THERE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)  # other errors may pass: no sign of damage
+SEAL_SECONDS = 5.0  # that a run which ends in an error waits for a checkpoint which is all but made
 LIVE_SHARE = 0.5  # of a file of memories: below it what is valid is written again, and the file can go
 
 
@@ -65,17 +67,15 @@ class File:
     bytes: int
 
     def trouble(self, where: Path) -> str:
-        """What is wrong with the file; empty where it is sound."""
+        """What is wrong with the file; empty where it is sound. An OSError where that cannot be told at the moment."""
         path = where / self.name
         try:
             size = path.stat().st_size
             if size != self.bytes:
                 return f"{self.name} has {size} bytes, not {self.bytes}"
             return "" if digest(path) == self.sha256 else f"the SHA-256 of {self.name} does not match"
-        except FileNotFoundError:
+        except NOT_THERE:
             return f"{self.name} is missing"
-        except OSError as error:
-            return f"{self.name} cannot be read ({error.strerror})"
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class Saver:
                     remove(left)
                 for number in rounds_in(self.base):
                     if number > self.kept:  # found damaged: among those that are kept it would take a sound one's place
-                        discard(self.base / f"round-{number}")
+                        set_aside(self.base / f"round-{number}")
         with agreed(self.comm):
             if not (self.base / CLIENTS).is_dir():
                 raise UserError(
@@ -198,7 +198,10 @@ class Saver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.thread.shutdown(wait=True)
+        if kind is not None and self.sealing is not None:
+            wait([self.sealing], timeout=SEAL_SECONDS)
+        # A survivor has to say who is gone, and not to wait for its disk.
+        self.thread.shutdown(wait=kind is None, cancel_futures=kind is not None)
 
     def round_done(self, state: State, progress: Progress, flags: list[int], last: bool) -> list[int]:
         """Save where it is time to; returns the ranks' summed flags. After a flag, and after the last round, everything
@@ -311,16 +314,20 @@ class Saver:
         discard(there)  # one that was found damaged
         os.rename(aside, there)
         folder.sync(self.base)
-        self._prune(round)
+        try:
+            self._prune(round)
+        except (OSError, Damaged) as error:  # the checkpoint is there all the same
+            log.warning("old checkpoints in %s could not be removed (%s)", self.base, error)
         return round
 
     def _prune(self, newest: int) -> None:
-        """Keep the newest checkpoints and the memories that they refer to."""
+        """Keep the newest checkpoints and the memories that they refer to; where that cannot be told, keep all."""
         there = rounds_in(self.base)
         keep = [number for number in there if number <= newest][: self.knobs.keep]
+        listed = [read_manifest(self.base / f"round-{number}")[1] for number in keep]
+        used = {file.name for files in listed for where, file in files if where.name == CLIENTS}
         for number in set(there) - set(keep):
             discard(self.base / f"round-{number}")
-        used = {one["name"] for number in keep for one in clients_of(self.base / f"round-{number}")}
         for path in (self.base / CLIENTS).iterdir():
             match = NAME.match(path.name)
             coming = self.token in path.name and match is not None and int(match[1]) > newest
@@ -346,6 +353,7 @@ class Saver:
         """Raise the first rank's trouble on every rank, or on none. Collective."""
         trouble = common_trouble(self.comm, trouble or self._sealed())
         if trouble:
+            self._sealed(wait=True)  # the one before may be through by now
             kept = torch.tensor([self.kept])  # rank 0 knows
             self.comm.broadcast(kept)
             raise CommonError(folder.lost(self.base.parent, trouble, int(kept)))
@@ -355,6 +363,7 @@ def save(tensors: Mapping[str, Tensor], path: Path) -> File:
     """Write tensors to a file and sync it."""
     save_file(dict(tensors), path)
     folder.sync(path)
+    folder.sync(path.parent)
     return File(path.name, digest(path), path.stat().st_size)
 
 
@@ -380,10 +389,9 @@ def rounds_in(base: Path) -> list[int]:
     return sorted((int(match[1]) for name in names if (match := NAME.fullmatch(name))), reverse=True)
 
 
-def clients_of(there: Path) -> Iterator[dict[str, Any]]:
-    """The files of client memories that a checkpoint refers to."""
-    for path in there.glob("part-*.json"):
-        yield from folder.read_json(path).get("clients", [])
+def set_aside(path: Path) -> None:
+    """Move away what was found damaged, for whoever wants to look at it."""
+    os.rename(path, path.with_name(f"damaged-{path.name}-{time.time_ns()}"))
 
 
 # --------------------------------------------------------------------------------------------------------- reading
@@ -411,17 +419,20 @@ def find(out: Path, facts: Facts, comm: Comm, force: bool) -> Found | None:
             raise UserError(f"{base} is not seen here; put the run folder where all nodes see it")
     for number in filter(None, known.tolist()):
         there = base / f"round-{number}"
-        trouble, changes, found = "", "", None
-        files: list[Placed] = []
+        trouble, stuck, changes, found = "", "", "", None
         with agreed(comm):
             try:
                 about, files = read_manifest(there)
                 changes = compare(out, about, facts, force)
                 found = understood(there, about, files)
+                mine = files[comm.rank :: comm.size]
+                trouble = next(filter(None, (file.trouble(where) for where, file in mine)), "")
             except Damaged as error:
                 trouble = str(error)
-        mine = [file for i, file in enumerate(files) if i % comm.size == comm.rank]
-        trouble = trouble or next(filter(None, (file.trouble(where) for where, file in mine)), "")
+            except OSError as error:
+                stuck = f"{there} cannot be read ({folder.reason(error)})"
+        if stuck := common_trouble(comm, stuck):  # perhaps it can in a minute: what may be sound is not given up
+            raise CommonError(f"{stuck}; nothing was changed: see to that and start the same command again")
         trouble = common_trouble(comm, trouble)
         if found is not None and not trouble:
             if comm.rank == 0:
@@ -430,7 +441,8 @@ def find(out: Path, facts: Facts, comm: Comm, force: bool) -> Found | None:
         if comm.rank == 0:
             log.warning("the checkpoint of round %d is damaged: %s; looking for an older one", number, trouble)
     if comm.rank == 0 and known[0]:
-        log.warning("no checkpoint in %s is sound: starting over", base)
+        log.warning("no checkpoint in %s is sound: starting over; they are kept beside it", base)
+        set_aside(base)
     return None
 
 
@@ -440,22 +452,34 @@ def read_manifest(there: Path) -> tuple[dict[str, Any], list[Placed]]:
     about = read_sealed(there / MANIFEST)
     files: list[Placed] = []
     for rank, sha in enumerate(about["parts"]):
-        path = there / f"part-{rank}.json"
-        if not path.is_file() or digest(path) != sha:
-            raise Damaged(f"{path.name} is missing, or its SHA-256 does not match")
-        part = folder.read_json(path)
+        name = f"part-{rank}.json"
+        text = read_text(there / name)
+        if hashlib.sha256(text.encode()).hexdigest() != sha:
+            raise Damaged(f"the SHA-256 of {name} does not match")
+        part = json.loads(text)
         files.append((there, as_file(part["slice"])))
         files += [(there.parent / CLIENTS, as_file(one)) for one in part["clients"]]
     return about, files
 
 
+def read_text(path: Path) -> str:
+    """What a small file says; an OSError where that cannot be told at the moment."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except NOT_THERE:
+        raise Damaged(f"{path.name} is missing") from None
+    except ValueError:
+        raise Damaged(f"{path.name} is no text") from None
+
+
 def read_sealed(path: Path) -> dict[str, Any]:
     """A manifest that is what was written; a `UserError` for one that only a newer fedmpi can read. The seal stays the
     same in every format, so a damaged number is not taken for a newer one."""
-    about = folder.read_json(path)
-    sha = about.pop("sha256", None)
-    if not about:
-        raise Damaged(f"{path.name} is missing, or no JSON")
+    try:
+        about = json.loads(read_text(path))
+        sha = about.pop("sha256", None)
+    except (ValueError, AttributeError, TypeError):
+        raise Damaged(f"{path.name} is no manifest") from None
     if hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest() != sha:
         raise Damaged(f"the SHA-256 of {path.name} does not match")
     if isinstance(about.get("format"), int) and about["format"] > FORMAT:
@@ -463,7 +487,8 @@ def read_sealed(path: Path) -> dict[str, Any]:
             f"{path} has format {about['format']}, written by fedmpi {about.get('fedmpi')}; this is fedmpi "
             f"{__version__}, which reads up to format {FORMAT}: use the newer one, or --resume never to start over"
         )
-    return about
+    read: dict[str, Any] = about
+    return read
 
 
 def as_file(record: Mapping[str, Any]) -> File:
@@ -477,6 +502,9 @@ def as_file(record: Mapping[str, Any]) -> File:
 def understood(there: Path, about: Mapping[str, Any], files: Iterable[Placed]) -> Found:
     """The checkpoint that a manifest describes."""
     files = list(files)
+    slices = [where for where, _ in files if where == there]
+    if len(slices) != about["ranks"]:
+        raise Damaged(f"{MANIFEST} tells of {about['ranks']} ranks and {len(slices)} slices")
     return Found(
         round=about["round"],
         ranks=about["ranks"],

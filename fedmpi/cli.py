@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import __version__
-from .errors import AgreedError, CommonError, RunError, UserError, unknown
+from .errors import AGAIN, AgreedError, CommonError, RunError, UserError, unknown
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from .env import Place
     from .run import Prepared
 
-AGAIN = 75  # the exit code that asks to be started again (EX_TEMPFAIL of sysexits.h)
 ABOUT = "Federated learning on torch.distributed, MPI and Slurm, with gradient masked averaging as one collective."
 USAGE = f"""fedmpi {__version__}: {ABOUT}
 
@@ -100,12 +99,18 @@ def train(arguments: list[str]) -> int:
         # Nearly always the same on every rank, and then rank 0's word is enough: launchers end all ranks when the first
         # one leaves, so the others wait for that. Who is still there has found something that rank 0 has not.
         if place.rank:
-            if threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGTERM, lambda *_: os._exit(2))  # not 143, which would be worth another try
+            keep_code(2)
             time.sleep(5)
         complain(f"rank {place.rank}: {error}" if place.rank else str(error))
         return 2
     return on_this_rank(prepared, comm, place, device, began)
+
+
+def keep_code(code: int) -> None:
+    """Leave with this code from now on, also when a launcher ends this rank because another one has left already: 143
+    would look like a fault, which is worth another try."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
 
 
 def on_this_rank(prepared: Prepared, comm: Comm, place: Place, device: torch.device, began: float) -> int:
@@ -120,17 +125,20 @@ def on_this_rank(prepared: Prepared, comm: Comm, place: Place, device: torch.dev
             share_node(comm)
         run(prepared, comm, place, device, os.environ, signals=ALL, began=began)
     except Stopped as stop:  # by every rank alike
+        keep_code(AGAIN)
         if comm.rank == 0:
             where = "from there" if prepared.cfg.checkpoint.keep else "from the beginning: --checkpoint.keep is 0"
             complain(f"stopped after round {stop.round} ({stop.why}); the same command goes on {where}")
         comm.close()
         return AGAIN
     except (UserError, CommonError) as error:  # raised on every rank alike
+        code = 2 if isinstance(error, UserError) else 1
+        keep_code(code)
         if comm.rank == 0:
             complain(str(error))
         comm.barrier()
         comm.close()
-        return 2 if isinstance(error, UserError) else 1
+        return code
     except RunError as error:
         complain(who + str(error))
         comm.abort(1)

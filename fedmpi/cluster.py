@@ -43,7 +43,6 @@ from .jobs import (
     ask_slurm,
     in_words,
     job_of,
-    lines_of,
     look,
     newest_checkpoint,
     slurm_job,
@@ -61,6 +60,7 @@ EXECUTORS = ("slurm", "local")
 MANAGERS = ("none", "pmi2", "pmix")
 SLURM_ONLY = ("partition", "time", "cpus_per_rank", "mem", "account", "qos", "constraint", "signal_seconds")
 MINUTES, SIGNAL_SECONDS = 60, 120
+SUBMITTED = "submitted.yaml"  # the configuration as it was checked
 PATIENCE = 60.0  # seconds that `cancel` waits for the end
 
 SUBMIT_ABOUT = "Submit a training run as a job: 'fedmpi submit [options] -- train [options of train]'."
@@ -131,7 +131,7 @@ class Train:
     def __call__(self) -> None:
         from .cli import main
 
-        begun = any(start.get("time", 0) >= self.since for start in lines_of(self.run / folder.STARTS))
+        begun = any(start.get("time", 0) >= self.since for start in folder.lines_of(self.run / folder.STARTS))
         again = ["--resume", "auto"] if self.over and begun else []
         if code := main(["train", *self.arguments, *again]):
             raise SystemExit(code)
@@ -160,10 +160,10 @@ def submit(arguments: list[str]) -> int:
     submitit_or_error()
     was_there = out.exists()
     make_folder(out, cfg)
-    train = Train(command[1:], out, time.time(), over=cfg.resume == "never")
+    train = Train(frozen(asked, cfg, out), out, time.time(), over=cfg.resume == "never")
     try:
         job = hand_over(asked, train, out)
-    except BaseException:
+    except (UserError, RunError):  # nothing was queued
         if not was_there:
             shutil.rmtree(out)
         raise
@@ -178,9 +178,32 @@ def submit(arguments: list[str]) -> int:
         "folder": str(out),
         "retries": asked.retries,
     }
-    folder.write(out / JOB, json.dumps(record, indent=2) + "\n")
     print(handed_over(asked, job, shown(out)), flush=True)
+    try:
+        folder.write(out / JOB, json.dumps(record, indent=2) + "\n")
+    except OSError as error:
+        sentence = f"{job} is queued, but {out / JOB} cannot be written ({error.strerror}): it runs all the same"
+        raise RunError(sentence) from None
     return 0
+
+
+def frozen(asked: Submission, cfg: Config, out: Path) -> list[str]:
+    """The arguments of a run that is as it was checked, whatever happens to files and folders until the job begins. It
+    stops when the next round would not fit into the job's time any more: a round may take longer than the warning."""
+    root, memory, minutes = cfg.data_root, cfg.memory, cfg.max_minutes
+    if root is not None:
+        root = str(Path(root).expanduser().absolute())
+    if memory.folder is not None:
+        memory = dataclasses.replace(memory, folder=str(Path(memory.folder).expanduser().absolute()))
+    if minutes is None and asked.executor == "slurm":
+        minutes = asked.minutes - asked.warning_seconds / 60
+    kept = dataclasses.replace(cfg, out=str(out), data_root=root, memory=memory, max_minutes=minutes)
+    file = out / FILES / SUBMITTED
+    try:
+        folder.write(file, yaml.safe_dump(dataclasses.asdict(kept), sort_keys=False))
+    except OSError as error:
+        raise UserError(f"{file} cannot be written ({error.strerror}); choose an --out that can") from None
+    return ["--config", str(file)]
 
 
 def divided(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -383,7 +406,7 @@ def requeue(arguments: list[str]) -> int:
     job = os.environ.get("SLURM_JOB_ID")
     if job is None:
         raise UserError("requeue belongs into a batch script, behind the run, but SLURM_JOB_ID is not set")
-    run = None if asked.run is None else Path(asked.run)
+    run = None if asked.run is None else Path(asked.run).expanduser()
     restarts = folder.restarts(os.environ)
     again, why = verdict(asked.code, run, asked.retries, job, restarts)
     add_life(run, asked.code, job, restarts, again, why)  # first: a life that is not counted may come for ever
@@ -466,7 +489,10 @@ def cancel(arguments: list[str]) -> int:
     runs = [Path(run) for run in asked.runs]
     jobs = [running_job(run) for run in runs]
     for run, job in zip(runs, jobs, strict=True):
-        folder.write(run / CANCELLED, json.dumps({"time": time.time(), "job": job.id}) + "\n")
+        try:
+            folder.write(run / CANCELLED, json.dumps({"time": time.time(), "job": job.id}) + "\n")
+        except OSError as error:
+            raise RunError(f"{run} cannot be written ({error.strerror}); end it with 'scancel {job.id}'") from None
         try:
             end(job)
         except RunError:
@@ -522,7 +548,8 @@ def end(job: Job) -> None:
 
 def ended(run: Path, job: Job) -> bool:
     """Whether a job neither waits nor runs any more."""
-    return not alive(run, job)
+    answers = job.executor == "local" or slurm_job(job.id) is not None
+    return answers and not alive(run, job)
 
 
 def wait_until(true: Callable[[], bool], seconds: float = PATIENCE) -> bool:

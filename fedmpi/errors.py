@@ -10,6 +10,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+AGAIN = 75  # the exit code of a run that stopped in good order and wants to be started again (EX_TEMPFAIL)
+
 
 class UserError(ValueError):
     """The caller's mistake: exit code 2."""

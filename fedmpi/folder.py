@@ -36,6 +36,7 @@ log = logging.getLogger("fedmpi")
 CONFIG, FINISHED, MODEL, METRICS = "config.yaml", "finished.json", "model.safetensors", "metrics.jsonl"
 STARTS, STOPPED, LOCK, CHECKPOINTS = "starts.jsonl", "stopped.json", "lock", "checkpoints"
 WAIT_SECONDS = 10.0  # for the last life of this run, which may be dying still
+LEASE_SECONDS = 300.0  # for the same after a restart: a file server learns late that a node is gone
 BEGINNINGS = (LOCK, ".writable", f".{CONFIG}")  # all that a run killed before its first word leaves
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
@@ -53,6 +54,8 @@ def make(out: Path) -> None:
     """Make the run folder, private to the user."""
     try:
         out.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not (out / CONFIG).exists():
+            out.chmod(0o700)  # it may have been made by hand
         probe = out / ".writable"
         probe.touch()
         probe.unlink()
@@ -61,7 +64,8 @@ def make(out: Path) -> None:
 
 
 def start_over(out: Path) -> None:
-    """Remove what an unfinished run has left, so that nothing of it is taken for the new one's."""
+    """Remove what an earlier run has left, so that nothing of it is taken for the new one's."""
+    (out / FINISHED).unlink(missing_ok=True)
     for name in ("tensorboard", CHECKPOINTS):
         shutil.rmtree(out / name, ignore_errors=True)
     for name in (METRICS, MODEL):
@@ -83,38 +87,42 @@ os.register_at_fork(after_in_child=_let_go)
 
 
 @contextmanager
-def held(out: Path | None, place: Place, job: str | None) -> Iterator[None]:
-    """Have the folder to oneself; a `UserError` names who has it. Without a folder, or on a file system without locks,
-    go on without."""
-    if out is None:
-        yield
-        return
+def held(out: Path, place: Place, environ: Mapping[str, str], timeout: float) -> Iterator[None]:
+    """Have the folder to oneself. Where somebody else has it: a `UserError` that names them; a `RunError` after a
+    restart, when it may be the life before. On a file system without locks, go on without."""
     handle = os.open(out / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     _held.add(handle)
     try:
-        if take(handle, out):
+        again = restarts(environ) > 0
+        if take(handle, out, min(LEASE_SECONDS, timeout / 2) if again else WAIT_SECONDS):
             owner = {"host": socket.gethostname(), "pid": os.getpid(), "launcher": place.launcher, "ranks": place.size}
+            owner |= {"job": environ.get("SLURM_JOB_ID"), "since": time.time()}
             os.ftruncate(handle, 0)
-            os.write(handle, (json.dumps(owner | {"job": job, "since": time.time()}) + "\n").encode())
+            os.write(handle, (json.dumps(owner) + "\n").encode())
         yield
+    except Taken:
+        sentence = f"--out {out} is in use by {owner_in_words(out)}; wait for it, stop it, or choose another folder"
+        raise RunError(sentence) if again else UserError(sentence) from None
     finally:
         if handle in _held:
             _held.remove(handle)
             os.close(handle)
 
 
-def take(handle: int, out: Path) -> bool:
-    """Take the lock, waiting a little for a life that is on its way out; False where there are no locks."""
-    deadline = time.monotonic() + WAIT_SECONDS
+class Taken(Exception):
+    """Somebody else has the lock."""
+
+
+def take(handle: int, out: Path, seconds: float) -> bool:
+    """Take the lock, waiting for a life that is on its way out; False where there are no locks."""
+    deadline = time.monotonic() + seconds
     while True:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
             if time.monotonic() > deadline:
-                raise UserError(
-                    f"--out {out} is in use by {owner_in_words(out)}; wait for it, stop it, or choose another folder"
-                ) from None
+                raise Taken from None
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise
@@ -200,6 +208,7 @@ def add_start(out: Path, place: Place, comm: str, round: int, environ: Mapping[s
         "host": socket.gethostname(),
         "job": environ.get("SLURM_JOB_ID"),
         "restart": restarts(environ),
+        "launch": launches(environ),
     }
     with open(out / STARTS, "a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
@@ -208,7 +217,7 @@ def add_start(out: Path, place: Place, comm: str, round: int, environ: Mapping[s
 
 def add_stop(out: Path, round: int, why: str, environ: Mapping[str, str]) -> None:
     """Note that the run stopped in good order, and by whose launch."""
-    record = {"round": round, "why": why, "time": time.time(), "launch": environ.get("TORCHELASTIC_RUN_ID")}
+    record = {"round": round, "why": why, "time": time.time(), "launch": launches(environ)}
     write(out / STOPPED, json.dumps(record) + "\n")
 
 
@@ -221,13 +230,52 @@ def read_json(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def launches(environ: Mapping[str, str]) -> list[str]:
+    """Names for what has launched this process, which are the same when that starts it again."""
+    names = []
+    if "TORCHELASTIC_RUN_ID" in environ:
+        names.append(f"torchrun {environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {os.getppid()}")
+    if "SLURM_JOB_ID" in environ:
+        names.append(f"slurm {environ['SLURM_JOB_ID']}")
+    if "FEDMPI_LAUNCH" in environ:
+        names.append(f"script {environ['FEDMPI_LAUNCH']}")
+    return names
+
+
+def begun_before(out: Path, environ: Mapping[str, str]) -> bool:
+    """Whether this launch has begun the run already, and is starting it again."""
+    if not restarts(environ):
+        return False
+    here = set(launches(environ))
+    return any(here & set(start.get("launch", [])) for start in lines_of(out / STARTS))
+
+
 def stopped_before(out: Path, environ: Mapping[str, str]) -> dict[str, Any] | None:
     """How this very launch has stopped already, where torchrun takes that for a failure and starts its ranks again."""
     record = read_json(out / STOPPED)
-    launch = environ.get("TORCHELASTIC_RUN_ID")
-    same = launch not in (None, "none") and record.get("launch") == launch
-    again = environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # not Slurm's: a requeued job is to go on
-    return record if same and again else None
+    here = [name for name in launches(environ) if name.startswith("torchrun")]  # a requeued Slurm job is to go on
+    again = environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    return record if again and set(here) & set(record.get("launch") or []) else None
+
+
+def lines_of(path: Path, tail: int | None = None) -> list[dict[str, Any]]:
+    """The JSON objects in a file of lines, or in its last `tail` bytes; a torn line is left out."""
+    try:
+        with open(path, "rb") as file:
+            if tail is not None:
+                file.seek(max(0, path.stat().st_size - tail))
+            raw = file.read().splitlines()
+    except OSError:
+        return []
+    out = []
+    for line in raw:
+        try:
+            found = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(found, dict):
+            out.append(found)
+    return out
 
 
 def restarts(environ: Mapping[str, str]) -> int:

@@ -15,7 +15,6 @@ A run folder has, beside what `folder.py` names, the files of jobs:
 from __future__ import annotations
 
 import fcntl
-import json
 import re
 import subprocess
 from dataclasses import dataclass
@@ -24,11 +23,10 @@ from typing import Any
 
 import yaml
 
-from .errors import UserError
-from .folder import CHECKPOINTS, CONFIG, FINISHED, METRICS, STARTS, STOPPED, holder, read_json
+from .errors import AGAIN, UserError
+from .folder import CHECKPOINTS, CONFIG, FINISHED, METRICS, STARTS, STOPPED, holder, lines_of, read_json
 
 JOB, LIVES, CANCELLED, FILES, KEEPER = "job.json", "lives.jsonl", "cancelled", "slurm", "keeper"
-STOP = 75  # the exit code of a run that stopped in good order and wants to be started again
 
 # Slurm's states, but for those of a job that runs
 WAITING = ("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
@@ -123,26 +121,6 @@ def alive(run: Path, job: Job | None) -> str:
 # What a folder tells
 
 
-def lines_of(path: Path, tail: int | None = None) -> list[dict[str, Any]]:
-    """The JSON objects in a file of lines, or in its last `tail` bytes; a torn line is left out."""
-    try:
-        with open(path, "rb") as file:
-            if tail is not None:
-                file.seek(max(0, path.stat().st_size - tail))
-            raw = file.read().splitlines()
-    except OSError:
-        return []
-    out = []
-    for line in raw:
-        try:
-            found = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(found, dict):
-            out.append(found)
-    return out
-
-
 def newest_checkpoint(run: Path) -> int | None:
     """The round of the newest checkpoint, None where there is none."""
     found = (re.fullmatch(r"round-(\d+)", path.parent.name) for path in (run / CHECKPOINTS).glob("*/manifest.json"))
@@ -168,7 +146,7 @@ def verdict(code: int, run: Path | None, retries: int, job: str, restarts: int) 
     if code == 2:
         return False, "it would end in the same way"
     if run is None or not (run / CONFIG).exists():  # where nothing is kept, nothing can be counted
-        again = code == STOP or restarts < retries
+        again = code == AGAIN or restarts < retries
         return again, "" if again else f"it was started again {restarts} times"
     if (run / FINISHED).exists():
         return False, "the run is done"
@@ -188,7 +166,7 @@ def verdict(code: int, run: Path | None, retries: int, job: str, restarts: int) 
 
 def stopped_well(code: int, run: Path | None) -> bool:
     """Whether the ranks stopped in good order; torchrun makes another code of theirs, but the folder knows."""
-    return code == STOP or (code not in (0, 2) and run is not None and (run / STOPPED).exists())
+    return code == AGAIN or (code not in (0, 2) and run is not None and (run / STOPPED).exists())
 
 
 # All of it together

@@ -24,8 +24,8 @@ from submitit import LocalExecutor
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE, Controller, LocalJob
 
 from .cluster import add_life, tell
-from .errors import UserError
-from .jobs import FILES, KEEPER, STOP, verdict
+from .errors import AGAIN, UserError
+from .jobs import FILES, KEEPER, verdict
 
 if TYPE_CHECKING:
     from .cluster import Train
@@ -141,8 +141,8 @@ class Keeper(Controller):
 
 def overall(codes: list[int]) -> int:
     """One exit code for all ranks: 0 where all are done, and what asks for most where they differ."""
-    found = {STOP if code == LOCAL_REQUEUE_RETURN_CODE else code if code >= 0 else 128 - code for code in codes}
-    return STOP if STOP in found else 2 if 2 in found else max(found)
+    found = {AGAIN if code == LOCAL_REQUEUE_RETURN_CODE else code if code >= 0 else 128 - code for code in codes}
+    return AGAIN if AGAIN in found else 2 if 2 in found else max(found)
 
 
 def free_port() -> int:

@@ -6,7 +6,6 @@ it had.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import math
@@ -38,7 +37,16 @@ class JsonLines:
 
     def __init__(self, folder: Path, done: int) -> None:
         self.path = folder / METRICS
-        write(self.path, "".join(json.dumps(record) + "\n" for record in read_records(folder, done)))
+        records = read_records(folder, done)
+        if len(records) < done:
+            there = sorted(folder.glob(f"{METRICS}*"))
+            kept = folder / f"{METRICS}.damaged-{len(there)}"
+            logging.getLogger("fedmpi").warning(
+                "%s has %d of %d rounds; what was there is kept as %s", self.path, len(records), done, kept.name
+            )
+            if self.path.exists():
+                os.replace(self.path, kept)
+        write(self.path, "".join(json.dumps(record) + "\n" for record in records))
         self.file = open(self.path, "a", encoding="utf-8")
 
     def write(self, record: dict[str, Any]) -> None:
@@ -104,15 +112,19 @@ def report_of(record: dict[str, Any]) -> Report:
 
 
 def read_records(folder: Path, done: int) -> list[dict[str, Any]]:
-    """The records of the rounds up to `done` in a run folder; a line that was cut short is the end."""
+    """The records of the rounds up to `done` in a run folder; lines that are no records are left out."""
+    try:
+        texts = (folder / METRICS).read_text(encoding="utf-8", errors="replace").splitlines() if done else []
+    except FileNotFoundError:
+        return []
     found: list[dict[str, Any]] = []
-    if done:
-        with contextlib.suppress(OSError, ValueError), open(folder / METRICS, encoding="utf-8") as file:
-            for text in file:
-                record = json.loads(text)
-                if record["round"] > done:
-                    break
+    for text in texts:
+        try:
+            record = json.loads(text)
+            if record["round"] <= done:
                 found.append(record)
+        except (ValueError, TypeError, KeyError):  # cut short, or damaged
+            continue
     return found
 
 

@@ -179,7 +179,8 @@ def run(
         with agreed(comm):
             if comm.rank == 0 and out is not None:
                 folder.make(out)
-                stack.enter_context(folder.held(out, place, environ.get("SLURM_JOB_ID")))
+                stack.enter_context(folder.held(out, place, environ, cfg.timeout))
+                check_finished(out, cfg, environ)  # once more: it may have finished while this one waited
         found = find_start(out, cfg, facts, environ, comm)
         threads = torch.get_num_threads()  # in the configuration too: a run is repeated by its config.yaml
         facts = replace(facts, config={**facts.config, "threads": threads})
@@ -260,17 +261,21 @@ def check_finished(out: Path, cfg: Config, environ: Mapping[str, str]) -> None:
 
 def find_start(out: Path | None, cfg: Config, facts: Facts, environ: Mapping[str, str], comm: Comm) -> Found | None:
     """The checkpoint to go on from, with its number of threads, unless one was given; None: begin. Collective."""
-    if out is None or (cfg.resume == "never" and not folder.restarts(environ)):  # else it was said to an earlier life
+    if out is None:
         return None
-    stopped = torch.zeros(1, dtype=torch.int64)
-    if comm.rank == 0 and (record := folder.stopped_before(out, environ)) is not None:
-        stopped += int(record["round"])
-    comm.broadcast(stopped)
+    words = torch.zeros(3, dtype=torch.int64)  # the round it has stopped after, whether to start over, whether finished
+    with agreed(comm):
+        if comm.rank == 0:
+            words[0] = int((folder.stopped_before(out, environ) or {}).get("round", 0))
+            words[1] = cfg.resume == "never" and not folder.begun_before(out, environ)  # it was said to the first life
+            words[2] = (out / FINISHED).exists()
+    comm.broadcast(words)
+    stopped, over, finished = words.tolist()
     if stopped:
-        raise Stopped(int(stopped), "already, in this launch")
+        raise Stopped(stopped, "already, in this launch")
+    if over:
+        return None
     found = find(out, facts, comm, cfg.resume == "force")
-    finished = torch.tensor([(out / FINISHED).exists()], dtype=torch.int64)
-    comm.broadcast(finished)
     if found is None:
         if finished:
             raise UserError(f"--out {out} holds a finished run without a sound checkpoint to go on from")
@@ -279,8 +284,9 @@ def find_start(out: Path | None, cfg: Config, facts: Facts, environ: Mapping[str
         raise UserError(f"{out} has a checkpoint of round {found.round}, and --rounds is {cfg.rounds}; give more")
     if cfg.threads is None:
         torch.set_num_threads(found.about["config"]["threads"])
-    if comm.rank == 0 and found.round < cfg.rounds:
-        (out / FINISHED).unlink(missing_ok=True)
+    with agreed(comm):
+        if comm.rank == 0 and found.round < cfg.rounds:
+            (out / FINISHED).unlink(missing_ok=True)
     return found
 
 

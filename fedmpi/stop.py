@@ -19,6 +19,8 @@ import time
 from collections.abc import Iterable
 from types import TracebackType
 
+from .errors import AGAIN
+
 log = logging.getLogger("fedmpi")
 
 ALL = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
@@ -45,7 +47,7 @@ class Stopped(SystemExit):
     """The run stopped in good order and wants to be started again; uncaught, the process leaves with code 75."""
 
     def __init__(self, round: int, why: str) -> None:
-        super().__init__(75)
+        super().__init__(AGAIN)
         self.round, self.why = round, why
 
 

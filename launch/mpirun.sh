@@ -22,6 +22,7 @@ mpiexec=$root/.venv/bin/mpiexec
 [[ -x $mpiexec ]] || mpiexec=mpiexec
 
 asked=0
+export FEDMPI_LAUNCH=$HOSTNAME-$$
 for ((life = 0; ; life++)); do
     export FEDMPI_RESTART_COUNT=$life
     # '-m mpi4py' aborts the whole job when one rank fails; without it the others would wait for ever.

@@ -21,7 +21,7 @@ torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that start launchers stay together by file when several run at a time: a file may have a Slurm of its own."""
+    """Tests that start launchers stay together by file when several run at a time: a file may have its own Slurm."""
     for item in items:
         if item.get_closest_marker("launchers"):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))

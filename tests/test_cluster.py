@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from fedmpi import cli, cluster, jobs
 from fedmpi.checkpoint import sealed
 from fedmpi.cli import main
 from fedmpi.jobs import Job, in_words, look, state_of, verdict
+from fedmpi.options import parse
+from fedmpi.run import prepare
 
 
 @pytest.fixture(autouse=True)
@@ -455,3 +458,23 @@ def test_waiting_ends_when_it_comes_true_or_takes_too_long() -> None:
     later = time.monotonic() + 0.1
     assert cluster.wait_until(lambda: time.monotonic() > later)
     assert not cluster.wait_until(lambda: False, seconds=0.1)
+
+
+def test_a_job_trains_what_was_checked_whatever_becomes_of_the_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my.yaml").write_text("seed: 1\nrounds: 2\ndata: tiny\ndata_root: here\n")
+    Path("here").mkdir()
+    asked = cluster.Submission(time=10)
+    cfg, out = cluster.checked_run(asked, ["--config", "my.yaml", "--out", "run", "--model", "logistic"])
+    cluster.make_folder(out, cfg)
+    arguments = cluster.frozen(asked, cfg, out)
+    Path("my.yaml").write_text("seed: 99\n")
+    monkeypatch.chdir("/")
+    kept = prepare(parse(arguments)).cfg
+    minutes = 10 - asked.warning_seconds / 60
+    assert kept == replace(cfg, out=str(out), data_root=str(tmp_path / "here"), max_minutes=minutes)
+    assert kept.seed == 1 and kept.rounds == 2
+    with_own = replace(cfg, max_minutes=3.0)
+    assert prepare(parse(cluster.frozen(asked, with_own, out))).cfg.max_minutes == 3.0, "a budget of one's own counts"

@@ -151,7 +151,7 @@ def prepare(source: Source, base: Path) -> Stored:
         log.warning("no folder can be written to keep '%s' in: each process reads it for itself", source.name)
         tensors = read_source(source, base)
         names = [file.name for file in find_files(source, base)]
-        return Stored(tensors, *moments(tensors["x"]), names, None, source.published)
+        return Stored(tensors, *moments(tensors["x"]), names, None, source.published, digest(tensors))
     lock = path.with_name(f".{source.name}.lock")
     with locked(lock) as sentence:
         if sentence:
