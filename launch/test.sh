@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Sets up and runs every check: ruff, mypy, pytest (as many tests at a time as there are cores, at most 4). Arguments go
-# to pytest.
+# Sets up and runs every check: ruff, mypy, pytest. Arguments go to pytest. One test more runs at a time than there are
+# cores (at most 4), as many of them wait for a launcher.
 #
 #   bash launch/test.sh                                                       everything
 #   bash launch/test.sh -m "not slow and not processes and not launchers"     the fast tests
@@ -14,4 +14,5 @@ bash launch/setup.sh dev
 python=.venv/bin/python
 "$python" -m ruff check .
 "$python" -m mypy
-exec "$python" -m pytest -n auto --maxprocesses=4 --dist loadgroup "$@"
+cores=$(nproc 2>/dev/null || echo 1)
+exec "$python" -m pytest -n "$((cores < 3 ? cores + 1 : 4))" --dist loadgroup "$@"
