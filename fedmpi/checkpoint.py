@@ -161,6 +161,8 @@ class Saver:
         self.kept = found.round if found else 0
         """the round of the newest checkpoint that is whole"""
         self.last, self.last_time = self.kept, time.monotonic()
+        self.trouble = ""
+        """why something else could not be written into the folder on this rank, to be raised on all"""
         self.flying: int | None = None
         """the round that is being written"""
         self.about: dict[str, Any] = {}
@@ -207,9 +209,11 @@ class Saver:
         """Save where it is time to; returns the ranks' summed flags. After a flag, and after the last round, everything
         is on the disk. Collective."""
         due = self.comm.rank == 0 and self._due(state.round)
-        words = torch.tensor([*flags, due, self._busy()], dtype=torch.int64)
+        words = torch.tensor([*flags, due, self._busy(), bool(self.trouble)], dtype=torch.int64)
         self.comm.sum(words)
-        *summed, due, busy = words.tolist()
+        *summed, due, busy, troubled = words.tolist()
+        if troubled:
+            self.agree()
         if self.out is None:
             return summed
         if self.flying and not busy:
@@ -295,7 +299,7 @@ class Saver:
         except (OSError, safetensors.SafetensorError) as error:
             trouble = folder.reason(error)
         self.memory.unpin()
-        self._raise_common(trouble)
+        self.agree(trouble)
         digests = torch.zeros(self.comm.size, 32, dtype=torch.uint8)
         digests[self.comm.rank] = torch.frombuffer(bytearray.fromhex(sha), dtype=torch.uint8)
         self.comm.sum(digests)
@@ -336,7 +340,7 @@ class Saver:
 
     def _settle(self) -> None:
         """Wait until rank 0 has made the checkpoint. Collective."""
-        self._raise_common(self._sealed(wait=True))
+        self.agree(self._sealed(wait=True))
 
     def _sealed(self, wait: bool = False) -> str:
         """What went wrong when rank 0 made the last checkpoint, if it is done; on other ranks nothing ever does."""
@@ -349,9 +353,9 @@ class Saver:
         self.sealing = None
         return ""
 
-    def _raise_common(self, trouble: str) -> None:
+    def agree(self, trouble: str = "") -> None:
         """Raise the first rank's trouble on every rank, or on none. Collective."""
-        trouble = common_trouble(self.comm, trouble or self._sealed())
+        trouble = common_trouble(self.comm, trouble or self.trouble or self._sealed())
         if trouble:
             self._sealed(wait=True)  # the one before may be through by now
             kept = torch.tensor([self.kept])  # rank 0 knows

@@ -188,13 +188,13 @@ def lost(out: Path, why: str, kept: int) -> str:
     return f"{out} cannot be written ({why}); {safe}: put that right and start the same command again"
 
 
-@contextmanager
-def writing(out: Path | None, kept: Callable[[], int]) -> Iterator[None]:
-    """Tell an error of the file system in a sentence, with the round whose checkpoint is kept."""
+def attempt(work: Callable[[], object]) -> str:
+    """Do something that writes into the folder; returns why that could not be done, empty where it was."""
     try:
-        yield
+        work()
     except (OSError, SafetensorError) as error:
-        raise RunError(lost(out or Path(), reason(error), kept())) from error
+        return reason(error)
+    return ""
 
 
 def add_start(out: Path, place: Place, comm: str, round: int, environ: Mapping[str, str]) -> None:

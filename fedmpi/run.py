@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -32,12 +33,12 @@ from . import __version__, folder
 from .algorithms import Algorithm, Row, build, find_row, resolve
 from .augment import make_augment
 from .checkpoint import Facts, Found, Progress, Saver, find, restore
-from .comm import Comm, agreed
+from .comm import Comm, agreed, common_trouble
 from .config import Config, check, knobs
 from .data import SPLITS, Arrays, Data, Ints, Partition, check_weights, dress, find_data, hold_out, load, split
 from .data.splits import OWNERS
 from .env import Place, available_cores, choose_device, describe, threads_per_rank
-from .errors import RunError, UserError, unknown
+from .errors import CommonError, RunError, UserError, unknown
 from .evaluate import evaluate
 from .feed import make_feed
 from .folder import CONFIG, FINISHED, MODEL, write
@@ -175,12 +176,19 @@ def run(
     cfg = prepared.cfg
     facts = facts_of(prepared, task, data, meta, device)
     compare_ranks(facts, comm)
+    taken = ""
     with ExitStack() as stack:
         with agreed(comm):
             if comm.rank == 0 and out is not None:
                 folder.make(out)
-                stack.enter_context(folder.held(out, place, environ, cfg.timeout))
-                check_finished(out, cfg, environ)  # once more: it may have finished while this one waited
+                try:
+                    stack.enter_context(folder.held(out, place, environ, cfg.timeout))
+                except RunError as error:
+                    taken = str(error)
+                else:
+                    check_finished(out, cfg, environ)  # once more: it may have finished while this one waited
+        if taken := common_trouble(comm, taken):
+            raise CommonError(taken)
         found = find_start(out, cfg, facts, environ, comm)
         threads = torch.get_num_threads()  # in the configuration too: a run is repeated by its config.yaml
         facts = replace(facts, config={**facts.config, "threads": threads})
@@ -193,7 +201,7 @@ def run(
                 folder.add_start(out, place, comm.name, found.round if found else 0, environ)
         note = f"\ndata: {data.note}" if data.note else ""
         note += f"\ngoing on after round {found.round} of the run in {out}" if found else ""
-        with folder.writing(out, lambda: found.round if found else 0):
+        with agreed(comm):
             log = Log(out, cfg.rounds, prepared.sinks, comm.rank == 0, quiet, found.round if found else 0)
         stop = Stop(signals, cfg.max_minutes, began, speaks=comm.rank == 0)
         with log, stop, Saver(out, cfg.checkpoint, facts, comm, found) as saver:
@@ -227,21 +235,19 @@ def train(
         report = replace(report, metric=task.goal.metric)
         if report.round % cfg.eval.every == 0 or report.round == cfg.rounds:
             report = scored(report, task, state, comm, cfg.eval.batch)
-        with folder.writing(out, lambda: saver.kept):
-            log.round(report)
+        saver.trouble = folder.attempt(partial(log.round, report))
         history.append(report)
         progress = moved_on(progress, report, task.goal.rises)
         stop.round_done()
         flags = saver.round_done(state, progress, stop.flags, last=report.round == cfg.rounds)
         if any(flags) and report.round < cfg.rounds:
             if first and out is not None:
-                with folder.writing(out, lambda: saver.kept):
-                    folder.add_stop(out, report.round, in_words(flags), environ)
-            comm.barrier()
+                saver.trouble = folder.attempt(partial(folder.add_stop, out, report.round, in_words(flags), environ))
+            saver.agree()
             raise Stopped(report.round, in_words(flags))
     if first and out is not None and not (out / FINISHED).exists():
-        with folder.writing(out, lambda: saver.kept):
-            finish(out, task, state, progress)
+        saver.trouble = folder.attempt(partial(finish, out, task, state, progress))
+    saver.agree()
     return Outcome(task, state, history, cfg)
 
 
