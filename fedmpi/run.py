@@ -255,13 +255,14 @@ def check_finished(out: Path, cfg: Config, environ: Mapping[str, str]) -> None:
     """Refuse a finished run, but for one that is to have more rounds, or whose launcher has started it once more."""
     if not (out / FINISHED).exists():
         return
-    if not (cfg.resume == "force" or folder.restarts(environ)) or not (out / folder.CHECKPOINTS).is_dir():
+    again = folder.begun_before(out, environ)
+    if not (cfg.resume == "force" or again) or not (out / folder.CHECKPOINTS).is_dir():
         raise UserError(
             f"--out {out} already holds a finished run; choose another folder or remove it, or go on from it with more "
             "--rounds and --resume force"
         )
     done = folder.read_json(out / FINISHED).get("rounds", 0)
-    if done >= cfg.rounds and not folder.restarts(environ):
+    if done >= cfg.rounds and not again:
         raise UserError(f"--out {out} holds a finished run of {done} rounds; give more --rounds to go on from it")
 
 

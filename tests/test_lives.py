@@ -157,6 +157,16 @@ def test_never_is_said_to_the_first_life_of_a_launch(tmp_path: Path) -> None:
     assert starts(tmp_path) == [0, 0, 3]
 
 
+def test_a_finished_run_is_kept_from_a_restarted_job_that_is_not_its_own(tmp_path: Path) -> None:
+    train_alone(of(tmp_path))
+    before = (tmp_path / "model.safetensors").stat().st_mtime_ns
+    for resume in ("never", "auto"):
+        with pytest.raises(UserError, match="already holds a finished run"):
+            job = {"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "1"}
+            run(prepare(of(tmp_path, resume=resume)), SoloComm(), ALONE, CPU, job)
+    assert (tmp_path / "model.safetensors").stat().st_mtime_ns == before
+
+
 def test_data_have_the_same_fingerprint_where_they_cannot_be_kept(tmp_path: Path, patch: pytest.MonkeyPatch) -> None:
     tensors = {name: torch.arange(4) for name in ("x", "y", "test_x", "test_y")}
     source = Source("made", 1, lambda files: tensors, generated=True)
