@@ -31,7 +31,7 @@ def main(out: str, which: str) -> None:
     share_node(comm)
     for algorithm, mask in COMBINATIONS:
         options = ["--algorithm", algorithm, "--mask", mask, "--out", f"{out}/{algorithm}-{mask}"]
-        own = ["--clients", "150", "--eval.every", "4", *OPTIONS.get(algorithm, [])]
+        own = ["--clients", "150", "--eval.every", "4", "--checkpoint.keep", "0", *OPTIONS.get(algorithm, [])]
         run(prepare(parse([*SMALL, *own, *options])), comm, place, cpu, os.environ)
     comm.close()
 

@@ -17,7 +17,7 @@ from conftest import BIN, REPO, need, rank_environment
 from long import LONG, digest, lines, train_alone, wait_for
 from matrix import SMALL
 
-pytestmark = [pytest.mark.launchers, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.launchers, pytest.mark.timeout(600)]
 
 SCRIPTS = ("torchrun", "mpirun")
 

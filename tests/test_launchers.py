@@ -16,7 +16,7 @@ import pytest
 from conftest import BIN, rank_environment
 from matrix import COMBINATIONS, SMALL
 
-pytestmark = [pytest.mark.launchers, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.launchers, pytest.mark.timeout(900)]
 
 HERE = Path(__file__).parent
 ALONE = [sys.executable]
@@ -31,7 +31,7 @@ def mpi(mpiexec: list[str], ranks: int) -> list[str]:
     return [*mpiexec, "-n", str(ranks), sys.executable, "-m", "mpi4py"]
 
 
-def launch(command: list[str], timeout: float = 120, **env: str) -> subprocess.CompletedProcess[str]:
+def launch(command: list[str], timeout: float = 300, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=rank_environment() | env, capture_output=True, text=True, timeout=timeout)
 
 

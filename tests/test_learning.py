@@ -33,11 +33,11 @@ REACHES = {
 }
 
 
-ALWAYS = ("fedavg", "scaffold", "fedyogi", "uga", "fedmeta", "fedgma2021")  # one of each kind; the others with -m long
+ALWAYS = ("fedavg", "scaffold", "fedyogi", "fedmeta", "fedgma2021")  # one of each kind; the others with -m long
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "algorithm", [pytest.param(name, marks=[] if name in ALWAYS else [pytest.mark.long]) for name in ALGORITHMS]
 )
@@ -54,7 +54,7 @@ def test_it_learns_from_clients_with_two_classes(algorithm: str, tmp_path: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_uga_learns_from_writers_as_in_its_paper(tmp_path: Path) -> None:
     """A federation like the paper's, each client one writer with all classes, at higher rates."""
     federation = ["--data", "glyphs", "--split", "natural", "--clients", "500", "--cohort", "10", "--model", "lenet"]

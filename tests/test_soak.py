@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import soak
 
-pytestmark = [pytest.mark.launchers, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.launchers, pytest.mark.timeout(800)]
 
 
 def test_runs_that_are_killed_again_and_again_end_as_undisturbed_ones(tmp_path: Path, mpiexec: list[str]) -> None:

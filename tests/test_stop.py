@@ -264,7 +264,7 @@ def ways(mpiexec: list[str]) -> Iterator[list[tuple[str, list[str], Callable[[Jo
     yield [
         ("alone, Ctrl-C", alone, to_launcher(signal.SIGINT), "SIGINT", {75}),
         ("alone, SIGTERM", alone, to_launcher(signal.SIGTERM), "SIGTERM", {75}),
-        ("torchrun, a rank", torchrun(2), to_rank(1, signal.SIGUSR2), "SIGUSR2", {1}),
+        ("torchrun, a rank", torchrun(4), to_rank(1, signal.SIGUSR2), "SIGUSR2", {1}),
         ("torchrun, its agent", torchrun(2), to_launcher(signal.SIGTERM), "SIGTERM", {1, -15, 143}),
         ("torchrun at a terminal", torchrun(3), at_a_terminal, "SIGINT", {1, -2, 130}),
         ("mpiexec, a rank", mpi, to_rank(1, signal.SIGTERM), "SIGTERM", {75}),
@@ -273,7 +273,7 @@ def ways(mpiexec: list[str]) -> Iterator[list[tuple[str, list[str], Callable[[Jo
 
 
 @pytest.mark.launchers
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_every_way_to_stop_saves_and_the_run_goes_on_to_the_right_bits(tmp_path: Path, ways: list[Any]) -> None:
     """One run through seven lives, each stopped in another way, and finished by the eighth."""
     out, done = tmp_path / "lives", 0

@@ -23,7 +23,7 @@ from conftest import need, rank_environment
 from fedmpi.cli import main
 from fedmpi.jobs import kept_alive, look, slurm_job
 
-pytestmark = [pytest.mark.launchers, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.launchers, pytest.mark.timeout(800)]
 
 # A mask of the user's own, found in the folder of the submission: its rounds take long enough to step in between.
 PACE = """

@@ -15,7 +15,7 @@ import slurm_box
 from conftest import BIN, REPO, need, rank_environment
 from long import LONG, digest, lines, train_alone, wait_for
 
-pytestmark = [pytest.mark.launchers, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.launchers, pytest.mark.timeout(600)]
 
 TEMPLATES = ("srun", "torchrun", "mpi")
 
