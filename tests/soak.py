@@ -40,6 +40,7 @@ OPTIONS = "--data glyphs --model logistic --clients 24 --cohort 6 --local.steps 
 KILLS_A_RUN = 8
 HUNG_SECONDS = 90.0  # without a new process or a new round: nothing here takes that long
 QUIET_SECONDS = 5.0  # after the end, for processes on their way out
+ORPHAN_SECONDS = 60.0  # the same for ranks that have begun to look for a launcher which is gone
 
 
 @dataclass
@@ -275,7 +276,7 @@ class Run:
             self.live()
             if not self.finished and not self.alive():
                 self.wait_for_orphans()
-        deadline = time.monotonic() + QUIET_SECONDS + 10
+        deadline = time.monotonic() + ORPHAN_SECONDS
         while (left := processes(self.mark)) and time.monotonic() < deadline:
             time.sleep(0.1)
         if left:
