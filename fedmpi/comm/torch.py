@@ -147,8 +147,8 @@ def meet(place: Place, limit: timedelta, environ: Mapping[str, str]) -> Store:
         )
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return TCPStore(*meeting, place.size, place.rank == 0, timeout=limit, wait_for_workers=False)
-    # The agent was there before its ranks: where it is gone, so is the launch. Its store outlives a restart of the ranks,
-    # so each attempt gets keys of its own.
+    # The agent was there before its ranks: where it is gone, so is the launch. Its store outlives a restart of the
+    # ranks, so each attempt gets keys of its own.
     store = TCPStore(*meeting, place.size, False, timeout=min(limit, AGENT_LIMIT))
     store.set_timeout(limit)
     return PrefixStore(f"attempt{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
