@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import __version__
-from .errors import AGAIN, AgreedError, CommonError, RunError, UserError, unknown
+from .errors import AGAIN, AgreedError, CommonError, RunError, UserError, complain, unknown
 
 if TYPE_CHECKING:
     import torch
@@ -67,11 +67,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         complain("interrupted")
         return 130
-
-
-def complain(sentence: str) -> None:
-    sys.stderr.write(f"fedmpi: {sentence}\n")  # in one piece: several ranks may write
-    sys.stderr.flush()
 
 
 def train(arguments: list[str]) -> int:

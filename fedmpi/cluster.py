@@ -32,7 +32,7 @@ import yaml
 
 from . import folder
 from .config import Config, check_bounds, knob, knobs
-from .errors import RunError, UserError, unknown
+from .errors import RunError, UserError, complain, unknown
 from .jobs import (
     CANCELLED,
     FILES,
@@ -123,17 +123,13 @@ class Submission:
 class Train:
     """What every task of a job does: `fedmpi train`. It is pickled by submitit, and read by the job alone."""
 
-    def __init__(self, arguments: list[str], run: Path, since: float, over: bool) -> None:
-        self.arguments, self.run, self.since = arguments, run, since
-        self.over = over
-        """whether it is to start over ('--resume never'): once, and not in every life"""
+    def __init__(self, arguments: list[str]) -> None:
+        self.arguments = arguments
 
     def __call__(self) -> None:
         from .cli import main
 
-        begun = any(start.get("time", 0) >= self.since for start in folder.lines_of(self.run / folder.STARTS))
-        again = ["--resume", "auto"] if self.over and begun else []
-        if code := main(["train", *self.arguments, *again]):
+        if code := main(["train", *self.arguments]):
             raise SystemExit(code)
 
     def checkpoint(self) -> DelayedSubmission:
@@ -160,9 +156,9 @@ def submit(arguments: list[str]) -> int:
     submitit_or_error()
     was_there = out.exists()
     make_folder(out, cfg)
-    train = Train(frozen(asked, cfg, out), out, time.time(), over=cfg.resume == "never")
+    submitted = time.time()
     try:
-        job = hand_over(asked, train, out)
+        job = hand_over(asked, Train(frozen(asked, cfg, out)), out)
     except (UserError, RunError):  # nothing was queued
         if not was_there:
             shutil.rmtree(out)
@@ -174,7 +170,7 @@ def submit(arguments: list[str]) -> int:
         "nodes": asked.nodes,
         "ranks": asked.ranks,
         "command": command,
-        "time": train.since,
+        "time": submitted,
         "folder": str(out),
         "retries": asked.retries,
     }
@@ -415,7 +411,7 @@ def requeue(arguments: list[str]) -> int:
         if not again:
             add_life(run, asked.code, job, restarts, again, why)
     how = "stopped in good order" if stopped_well(asked.code, run) else f"ended with exit code {asked.code}"
-    tell(f"job {job} {how}; " + ("queued again" if again else f"not queued again: {why}"))
+    complain(f"job {job} {how}; " + ("queued again" if again else f"not queued again: {why}"))
     return asked.code
 
 
@@ -446,11 +442,6 @@ def add_life(run: Path | None, code: int, job: str, restarts: int, again: bool, 
         raise RunError(
             f"{run / LIVES} cannot be written ({error.strerror}), so job {job} is not started again"
         ) from None
-
-
-def tell(sentence: str) -> None:
-    sys.stderr.write(f"fedmpi: {sentence}\n")
-    sys.stderr.flush()
 
 
 # Looking and ending

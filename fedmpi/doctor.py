@@ -31,10 +31,10 @@ from types import TracebackType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from . import __version__
-from .comm import Comm, connect, pick, share_node
+from .comm import Comm, connect, pick, share_node, tell_all
+from .comm.torch import backends
 from .config import check_bounds, knob
 from .data import DATASETS
 from .data.store import cache_folder, data_root
@@ -43,6 +43,7 @@ from .env import Env, Place, available_cores, choose_device, describe, find_plac
 from .errors import RunError, UserError
 from .log import set_up
 from .options import filled, make_parser
+from .plugins import one_line
 
 ABOUT = """What is here (torch, devices, MPI, Slurm, submitit, data, disk, memory, threads), and whether the ranks
 reach each other. Start it as you would start 'fedmpi train': alone, or by torchrun, mpiexec, srun or submitit. A line
@@ -206,9 +207,9 @@ def torch_(place: Place, asked: Asked) -> Iterator[Finding]:
     if place.local_rank:
         return
     built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
-    backends = [name for name in ("gloo", "nccl") if dist.is_available() and getattr(dist, f"is_{name}_available")()]
-    yield Finding(OK, "torch", f"{torch.__version__}, {built}, backends {', '.join(backends) or 'none'}")
-    if "gloo" not in backends:
+    there = backends()
+    yield Finding(OK, "torch", f"{torch.__version__}, {built}, backends {', '.join(there) or 'none'}")
+    if "gloo" not in there:
         needed = pick(asked.comm, place) == "torch"
         yield Finding(FAIL if needed else WARN, "torch", "this torch cannot connect ranks", "install one with gloo")
 
@@ -571,18 +572,6 @@ def alike(comm: Comm, place: Place, device: torch.device) -> list[Finding]:
     return [Finding(FAIL if mine["fedmpi"] != first["fedmpi"] else WARN, "ranks", "; ".join(other), cure)]
 
 
-def tell_all(comm: Comm, text: str) -> list[str]:
-    """What every rank has to say. Collective."""
-    raw = text.encode()
-    lengths = torch.zeros(comm.size, dtype=torch.int64)
-    lengths[comm.rank] = len(raw)
-    comm.sum(lengths)
-    said = torch.zeros(comm.size, int(lengths.max()), dtype=torch.uint8)
-    said[comm.rank, : len(raw)] = torch.tensor(list(raw), dtype=torch.uint8)
-    comm.sum(said)  # each rank fills its own row
-    return [bytes(row[:length].tolist()).decode() for row, length in zip(said, lengths.tolist(), strict=True)]
-
-
 # The report
 
 
@@ -627,10 +616,6 @@ def rendered(lines: list[tuple[Finding, list[int]]], as_json: bool) -> str:
 def show(lines: list[tuple[Finding, list[int]]], as_json: bool) -> None:
     sys.stdout.write(rendered(lines, as_json))
     sys.stdout.flush()
-
-
-def one_line(text: str) -> str:
-    return " ".join(text.split())
 
 
 WATCHER = """

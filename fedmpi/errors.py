@@ -8,6 +8,7 @@ is gone): also one sentence, exit code 1; where all ranks raise it alike, it is 
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Iterable
 
 AGAIN = 75  # the exit code of a run that stopped in good order and wants to be started again (EX_TEMPFAIL)
@@ -32,6 +33,12 @@ class CommonError(RunError):
 
 class AgreedError(UserError):
     """A caller's mistake that every rank has heard of, so that one of them may tell it for all."""
+
+
+def complain(sentence: str) -> None:
+    """Say it on standard error, in one piece: several ranks may write."""
+    sys.stderr.write(f"fedmpi: {sentence}\n")
+    sys.stderr.flush()
 
 
 def unknown(kind: str, given: str, known: Iterable[str], own: bool = False) -> UserError:

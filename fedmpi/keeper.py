@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 from submitit import LocalExecutor
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE, Controller, LocalJob
 
-from .cluster import add_life, tell
-from .errors import AGAIN, UserError
+from .cluster import add_life
+from .errors import AGAIN, UserError, complain
 from .jobs import FILES, KEEPER, verdict
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class Keeper(Controller):
         """Let the run live until it is done or not to begin again; returns the code of its last life."""
         for life in itertools.count():
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-            os.environ["FEDMPI_RESTART_COUNT"] = str(life)
+            os.environ |= {"FEDMPI_RESTART_COUNT": str(life), "FEDMPI_LAUNCH": f"keeper {self.pid}"}
             self.start_tasks()
             code = overall(self.wait())
             self.kill_tasks()
@@ -114,7 +114,7 @@ class Keeper(Controller):
                 again, why = False, "its keeper was told to end"
             if code:
                 add_life(self.run_folder, code, self.pid, life, again, why)
-            tell(f"life {life} ended with code {code}; {'starting again' if again else 'the end'} {why}".rstrip())
+            complain(f"life {life} ended with code {code}; {'starting again' if again else 'the end'} {why}".rstrip())
             if not again:
                 return code
         raise AssertionError("a count has no end")

@@ -97,5 +97,5 @@ def call_with(kind: str, name: str, make: Callable[..., Any], offers: Mapping[st
         raise UserError(f"{kind} '{name}' raised {type(error).__name__}: {one_line(error)}") from error
 
 
-def one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
+def one_line(text: object) -> str:
+    return " ".join(str(text).split())

@@ -420,26 +420,20 @@ def test_the_warning_leaves_most_of_a_short_life(minutes: int, seconds: int) -> 
     assert cluster.Submission(time=minutes).warning_seconds == seconds
 
 
-def test_a_life_starts_over_only_where_no_earlier_one_of_its_job_has(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_trains_and_leaves_with_the_code_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[list[str]] = []
-    codes = iter([0, 0, 75])
+    codes = iter([0, 75])
 
     def train(arguments: list[str]) -> int:
         heard.append(arguments)
         return next(codes)
 
     monkeypatch.setitem(cli.COMMANDS, "train", train)
-    over = cluster.Train(["--resume", "never"], run, since=100.0, over=True)
-    add(run / "starts.jsonl", {"time": 99.0})
-    over()
-    add(run / "starts.jsonl", {"time": 101.0})
-    over()
-    assert heard == [["--resume", "never"], ["--resume", "never", "--resume", "auto"]]
+    task = cluster.Train(["--config", "submitted.yaml"])
+    task()
     with pytest.raises(SystemExit) as left:
-        cluster.Train([], run, since=100.0, over=False)()
-    assert left.value.code == 75 and heard[-1] == []
+        task()
+    assert left.value.code == 75 and heard == [["--config", "submitted.yaml"]] * 2
 
 
 def test_ranks_that_differ_ask_for_what_their_job_needs() -> None:

@@ -157,6 +157,16 @@ def test_never_is_said_to_the_first_life_of_a_launch(tmp_path: Path) -> None:
     assert starts(tmp_path) == [0, 0, 3]
 
 
+def test_a_keeper_says_never_to_the_first_life_too(tmp_path: Path) -> None:
+    begin(tmp_path)
+    lives = [{"FEDMPI_LAUNCH": "keeper 7", "FEDMPI_RESTART_COUNT": str(life)} for life in (0, 1)]
+    for life in lives:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
+            patch.setattr("fedmpi.stop.Stop.flags", property(lambda self: [1, 0, 0, 0]))
+            run(prepare(of(tmp_path, resume="never")), SoloComm(), ALONE, CPU, life)
+    assert starts(tmp_path) == [0, 0, 1]
+
+
 def test_a_finished_run_is_kept_from_a_restarted_job_that_is_not_its_own(tmp_path: Path) -> None:
     train_alone(of(tmp_path))
     before = (tmp_path / "model.safetensors").stat().st_mtime_ns

@@ -9,11 +9,22 @@ import torch
 
 from ..env import Place
 from ..errors import AgreedError, UserError, unknown
-from .base import Comm, Rows, agreed, common_trouble
+from .base import Comm, Rows, agreed, common_trouble, tell_all
 from .node import share_node
 from .solo import SoloComm
 
-__all__ = ["Comm", "Rows", "SoloComm", "agree_early", "agreed", "common_trouble", "connect", "pick", "share_node"]
+__all__ = [
+    "Comm",
+    "Rows",
+    "SoloComm",
+    "agree_early",
+    "agreed",
+    "common_trouble",
+    "connect",
+    "pick",
+    "share_node",
+    "tell_all",
+]
 
 TRANSPORTS = ("auto", "torch", "mpi")
 EARLY_SECONDS = 120.0  # for reading a command line, and the modules that it names

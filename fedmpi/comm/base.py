@@ -34,8 +34,6 @@ from ..errors import UserError
 if TYPE_CHECKING:
     from .node import Node
 
-MESSAGE_BYTES = 1024  # an error's sentence, shared by `agreed`
-
 
 @dataclass(frozen=True)
 class Rows:
@@ -161,13 +159,21 @@ def agreed(comm: Comm) -> Iterator[None]:
 def common_trouble(comm: Comm, sentence: str) -> str:
     """The first sentence that any rank has to say, with that rank in front, on every rank; empty where none has.
     Collective."""
-    said = torch.zeros(comm.size, MESSAGE_BYTES, dtype=torch.uint8)
-    raw = sentence.encode()[:MESSAGE_BYTES]
-    said[comm.rank, : len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else 0
-    comm.sum(said)  # each rank fills its own row
-    for rank, row in enumerate(said.numpy()):
-        if row.any():
-            where = f"rank {rank}: " if comm.size > 1 else ""
-            words: bytes = row.tobytes()
-            return where + words.rstrip(b"\0").decode(errors="replace")
+    for rank, text in enumerate(tell_all(comm, sentence)):
+        if text:
+            return (f"rank {rank}: " if comm.size > 1 else "") + text
     return ""
+
+
+def tell_all(comm: Comm, text: str) -> list[str]:
+    """What every rank has to say. Collective."""
+    raw = text.encode(errors="replace")
+    lengths = torch.zeros(comm.size, dtype=torch.int64)
+    lengths[comm.rank] = len(raw)
+    comm.sum(lengths)
+    if not lengths.any():
+        return [""] * comm.size
+    said = torch.zeros(comm.size, int(lengths.max()), dtype=torch.uint8)
+    said[comm.rank, : len(raw)] = torch.tensor(list(raw), dtype=torch.uint8)
+    comm.sum(said)  # each rank fills its own row
+    return [bytes(row[:length].tolist()).decode() for row, length in zip(said, lengths.tolist(), strict=True)]

@@ -119,6 +119,11 @@ class TorchComm(Comm):
             dist.destroy_process_group()
 
 
+def backends() -> list[str]:
+    """What this torch can connect ranks with."""
+    return [name for name in ("gloo", "nccl") if dist.is_available() and getattr(dist, f"is_{name}_available")()]
+
+
 def first_line(error: BaseException) -> str:
     """The first sentence of an error's text, without the C++ source position that torch puts in front."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
