@@ -7,11 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import UserError
+from .convpool import conv_pool_relu
 
 
 class LeNet(nn.Module):
-    """28x28 images are padded to LeCun's 32x32. ReLU follows the pooling: the same function on a quarter of the
-    elements. `widths` are the channels of the two convolutions; dropout follows the first two linear layers."""
+    """28x28 images are padded to LeCun's 32x32. `widths` are the channels of the two convolutions; dropout follows the
+    first two linear layers."""
 
     def __init__(
         self,
@@ -37,8 +38,8 @@ class LeNet(nn.Module):
         self.drop = nn.Dropout(dropout)  # of 0: draws nothing
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(F.max_pool2d(self.conv1(x), 2))
-        x = F.relu(F.max_pool2d(self.conv2(x), 2))
+        x = conv_pool_relu(self.conv1, x)
+        x = conv_pool_relu(self.conv2, x)
         x = self.drop(F.relu(self.fc1(x.flatten(1))))
         x = self.drop(F.relu(self.fc2(x)))
         logits: Tensor = self.fc3(x)
