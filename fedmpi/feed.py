@@ -8,6 +8,7 @@ What a Dataset's own transforms draw (from torch, numpy or random) is seeded for
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,6 +26,8 @@ from .plugins import one_line
 
 log = logging.getLogger("fedmpi")
 
+AHEAD = 2**19  # elements of samples that are made ready at once
+
 Pair = tuple[Tensor, Tensor]
 """what the model takes, and the labels"""
 
@@ -35,6 +38,8 @@ class Batch(NamedTuple):
     samples: Tensor
     seed: int
     data: Pair | None = None
+    version: int = 0
+    """that of the data's memory when it was written: a model may have overwritten its inputs since"""
 
 
 class Feed(Protocol):
@@ -74,14 +79,31 @@ class ArrayFeed:
 
     def train(self, batch: Batch) -> Pair:
         """A training batch, augmented."""
-        raw = self.x[batch.samples]
+        if batch.data is not None and batch.data[0]._version == batch.version:
+            return batch.data
+        return self.pick(batch.samples, batch.seed)
+
+    def pick(self, samples: Tensor, seed: int) -> Pair:
+        """Training samples by their index, augmented from the seed."""
+        raw = self.x[samples]
         if self.augment is not None:
-            raw = self.augment(raw, batch.seed)
-        return self.inputs(raw, self.look[batch.samples] if self.looks is not None else None), self.y[batch.samples]
+            raw = self.augment(raw, seed)
+        return self.inputs(raw, self.look[samples] if self.looks is not None else None), self.y[samples]
 
     def ahead(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """The batches as they are: picking one takes no time."""
-        return iter(batches)
+        """The batches with their data, made for several at once: a call of torch costs as much as a small batch. What
+        an augmentation draws belongs to one batch, so there they are as they are."""
+        if self.augment is not None:
+            yield from batches
+            return
+        waiting = iter(batches)
+        for first in waiting:
+            most = max(1, AHEAD // max(1, self.x[0].numel() * len(first.samples)))
+            some = [first, *itertools.islice(waiting, most - 1)]
+            x, y = self.pick(torch.cat([batch.samples for batch in some]), 0)
+            lengths = [len(batch.samples) for batch in some]
+            for batch, data in zip(some, zip(*(torch.split(t, lengths) for t in (x, y)), strict=True), strict=True):
+                yield batch._replace(data=data, version=x._version)
 
     def test(self, blocks: Sequence[Tensor]) -> Iterator[Pair]:
         """Test samples, block by block."""

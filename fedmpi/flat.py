@@ -74,15 +74,13 @@ def layout_of(model: nn.Module, channels_last: bool = False, dtype: torch.dtype 
     return Layout(tuple(spans), count, at, ints)
 
 
-def bind(model: nn.Module, layout: Layout, x: Tensor, grad: Tensor) -> None:
-    """Copy the model into x, then make its tensors views of x, and the gradients of its parameters views of grad."""
+def bind(model: nn.Module, layout: Layout, x: Tensor) -> None:
+    """Copy the model into x, then make its tensors views of x."""
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     for span in layout.spans:
         tensor, view = tensors[span.name], span.view(x)
         view.copy_(tensor.detach())
         tensor.data = view
-        if span.start < layout.params:
-            tensor.grad = span.view(grad)
 
 
 def read_ints(model: nn.Module, layout: Layout) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -19,10 +19,13 @@ from torch import Tensor, nn
 
 from .data import Data, Partition
 from .feed import Batch, make_feed
-from .flat import Span, bind, layout_of, read_ints, write_ints
+from .flat import bind, layout_of, read_ints, write_ints
 from .local import LocalResult
+from .paths import PLAIN, Path
 from .seeds import generator, torch_seed
 from .work import Work
+
+T = TypeVar("T")
 
 NOTHING: Mapping[str, Tensor] = {}
 
@@ -159,50 +162,56 @@ class Task:
         dtype: torch.dtype = torch.float32,
         workers: int = 0,
         tests: int | None = None,
+        path: Path = PLAIN,
     ) -> None:
         self.model, self.partition, self.seed, self.device = model.to(device), partition, seed, device
+        self.path, self.forward = path, path.forward(self.model, device)
         self.layout = layout_of(model, channels_last, dtype)
         length = self.layout.padded(ranks)
         self.x_N, self.delta_N = (torch.zeros(length, device=device, dtype=dtype) for _ in range(2))
         self.grad_P = torch.zeros(self.layout.params, device=device, dtype=dtype)
-        bind(model, self.layout, self.x_N, self.grad_P)
-        tensors = dict(model.named_parameters())
-        self.trained: list[tuple[Span, Tensor]] = [
-            (span, tensors[span.name]) for span in self.layout.spans if span.start < self.layout.params
-        ]
+        self.attach()
         self.meta = torch.from_numpy(np.zeros(0, dtype=np.int64) if meta is None else meta).to(device)
         self.feed, self.goal = make_feed(data, device, dtype, workers), data.goal
         self.tests = choose_tests(self.feed.tests, tests)
 
-    def loss(self, batch: Batch) -> Tensor:
-        """The mean loss of a batch for the model as it is."""
+    def attach(self) -> None:
+        """Make the model's tensors views of `x_N`, and have views of `grad_P` ready for its gradients."""
+        bind(self.model, self.layout, self.x_N)
+        tensors = dict(self.model.named_parameters())
+        self.spans = [span for span in self.layout.spans if span.start < self.layout.params]
+        self.params = [tensors[span.name] for span in self.spans]
+        self.grads = [span.view(self.grad_P) for span in self.spans]
+
+    def loss(self, batch: Batch, forward: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """The mean loss of a batch for the model as it is, called by way of `forward` where that is given."""
         x, y = self.feed.train(batch)
         seed_layers(self.device, batch.seed)
-        return self.goal.loss(self.model(x), y, "mean")
+        return self.goal.loss((forward or self.forward)(x), y, "mean")
 
     def gradient(self, batch: Batch) -> Tensor:
         """Put the gradient of a batch's mean loss into `grad_P`; returns the loss."""
-        self.grad_P.zero_()
         with torch.enable_grad():
             loss = self.loss(batch)
-        torch.autograd.backward(loss)
+        grads = torch.autograd.grad(loss, self.params, allow_unused=True, materialize_grads=True)
+        torch._foreach_copy_(self.grads, grads)  # less than to clear the vector and let autograd add to it
         return loss.detach()
 
     def linearise(self, batch: Batch) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """The gradient of a batch's mean loss, and the function v -> H v; valid until the model moves."""
-        params = [tensor for _, tensor in self.trained]
+        forward = self.path.uncompiled.forward(self.model, self.device)
         with torch.enable_grad():
             grads = torch.autograd.grad(
-                self.loss(batch), params, create_graph=True, allow_unused=True, materialize_grads=True
+                self.loss(batch, forward), self.params, create_graph=True, allow_unused=True, materialize_grads=True
             )
 
         def times_hessian(v_P: Tensor) -> Tensor:
-            curved = [(g, span.view(v_P)) for g, (span, _) in zip(grads, self.trained, strict=True) if g.requires_grad]
+            curved = [(g, span.view(v_P)) for g, span in zip(grads, self.spans, strict=True) if g.requires_grad]
             out_P = torch.zeros_like(v_P)
             if curved:  # nothing is curved where the loss is linear in every parameter
                 products = torch.autograd.grad(
                     [g for g, _ in curved],
-                    params,
+                    self.params,
                     [v for _, v in curved],
                     retain_graph=True,  # for another product; the graph goes with this function
                     allow_unused=True,
@@ -217,7 +226,7 @@ class Task:
 
     def flatten(self, tensors: Sequence[Tensor], out_P: Tensor) -> None:
         """Write tensors shaped like the trainable parameters into a flat vector."""
-        for (span, _), tensor in zip(self.trained, tensors, strict=True):
+        for span, tensor in zip(self.spans, tensors, strict=True):
             span.view(out_P).copy_(tensor)
 
     def start(self) -> tuple[Tensor, Tensor]:
@@ -241,6 +250,12 @@ class Task:
     ) -> ModelJob:
         """Client `cid`'s job in a round. There is one model a rank: a new job ends the one before."""
         return ModelJob(self, start_N, ints, round, cid, work, shared, memory)
+
+    def each(self, cids: Sequence[int], train: Callable[[Task, int], T]) -> Iterator[tuple[int, T]]:
+        """Every client with what `train(task, cid)` returns, one after another. What that has of the task's memory is
+        valid until the next is asked for."""
+        for cid in cids:
+            yield cid, train(self, cid)
 
     def meta_gradient(self, block: slice, round: int) -> Tensor:
         """The gradient of the mean loss on a block of the meta set, for the model that was loaded, as in training:

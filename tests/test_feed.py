@@ -168,9 +168,29 @@ def test_numbers_are_taken_as_they_are() -> None:
         assert numbers.dtype == labels.dtype == dtype
 
 
-def test_reading_arrays_ahead_is_just_picking_them() -> None:
-    wanted = [batch([1, 2]), batch([3])]
-    assert list(ArrayFeed(DATA, CPU).ahead(iter(wanted))) == wanted
+@pytest.mark.parametrize("most", [1, 60, 2**19])
+def test_batches_made_ahead_are_those_picked_one_by_one(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedmpi.feed.AHEAD", most)
+    feed, wanted = ArrayFeed(DATA, CPU), [batch([1, 2]), batch([3]), batch([0, 2]), batch([2])]
+    ahead = list(feed.ahead(iter(wanted)))
+    assert [(b.samples.tolist(), b.seed) for b in ahead] == [(b.samples.tolist(), b.seed) for b in wanted]
+    for one, other in zip(ahead, wanted, strict=True):
+        assert one.data is not None and other.data is None
+        assert all(torch.equal(a, b) for a, b in zip(feed.train(one), feed.train(other), strict=True))
+
+
+def test_a_batch_made_ahead_that_a_model_has_overwritten_is_made_anew() -> None:
+    feed, wanted = ArrayFeed(DATA, CPU), [batch([1, 2]), batch([3])]
+    first, second = feed.ahead(wanted)
+    before = feed.train(first)[0].clone()
+    feed.train(first)[0].zero_()
+    assert torch.equal(feed.train(first)[0], before)
+    assert torch.equal(feed.train(second)[0], feed.train(wanted[1])[0])
+
+
+def test_what_is_augmented_is_made_batch_by_batch() -> None:
+    feed, wanted = ArrayFeed(replace(DATA, augment="flip"), CPU), [batch([1, 2]), batch([3])]
+    assert list(feed.ahead(iter(wanted))) == wanted
 
 
 # --- Datasets
