@@ -1,6 +1,7 @@
 """Checkpoints: all of `State`, saved while training goes on, and read back on any number of ranks.
 
-    checkpoints/round-12/slice-0-of-2.safetensors    a rank's slice of the model, the moments, the shared vectors
+    checkpoints/round-12/slice-0-of-2.safetensors    a rank's slice of the model, the moments, the shared vectors; what
+                                                     it has not sent yet (--wire bf16)
     checkpoints/round-12/part-0.json                 that rank's files, each with its SHA-256
     checkpoints/round-12/manifest.json               the parts with their SHA-256; round, configuration, fingerprints
     checkpoints/clients/round-9-0-of-2-....safetensors   client memories by client id, written when they have changed
@@ -244,6 +245,7 @@ class Saver:
         vectors = {"model": state.model_N[own]}
         vectors |= {f"moment.{name}": moment_S for name, moment_S in state.moments.items()}
         vectors |= {f"shared.{name}": vector_N[own] for name, vector_N in state.shared.items()}
+        vectors |= {f"unsent.{name}": vector for name, vector in state.unsent.items()}
         for name, vector in vectors.items():  # into memory that is had once: fresh pages cost more than the copy
             self.copies.setdefault(name, torch.empty(vector.shape)).copy_(vector)
         rows = state.memory.pin(self._scattered())
@@ -518,8 +520,10 @@ def understood(there: Path, about: Mapping[str, Any], files: Iterable[Placed]) -
     )
 
 
-FREE = ("out", "comm", "timeout", "workers", "log", "resume", "max_minutes", "data_root", "memory.", "checkpoint.")
-"""knobs that do not touch what is trained"""
+FREE: tuple[str, ...] = ("out", "comm", "timeout", "workers", "log", "resume", "max_minutes", "data_root")
+FREE += ("memory.", "checkpoint.")
+FREE += ("step.layout",)  # its outcome is in the fingerprint of the model; what was asked for may be 'auto' or 'try'
+"""knobs that do not touch what is trained, or are compared otherwise"""
 
 
 def compare(out: Path, about: Mapping[str, Any], facts: Facts, force: bool) -> str:
@@ -539,7 +543,7 @@ def compare(out: Path, about: Mapping[str, Any], facts: Facts, force: bool) -> s
             "goes on with the new ones"
         )
     if prints:
-        why = f" ({changes})" if changes else ""
+        why = f" ({changes})" if changes else " (or another --step.layout of it)" * ("model" in prints)
         raise UserError(f"{out} holds an unfinished run with another {' and '.join(prints)}{why}; {way_out}")
     return changes
 
@@ -561,9 +565,13 @@ def restore(found: Found, start: State, length: int, comm: Comm) -> State:
     targets = {"model": start.model_N[own]}
     targets |= {f"moment.{name}": moment_S for name, moment_S in start.moments.items()}
     targets |= {f"shared.{name}": vector_N[own] for name, vector_N in start.shared.items()}
+    unsent = start.unsent if "unsent.model" in found.about["vectors"] else {}  # not there where --wire was float32
+    targets |= {"unsent.model": unsent["model"]} if unsent else {}
     with agreed(comm):
         for rank, path in enumerate(found.slices):
             read_slice(path, rank, found.ranks, own.start, min(own.stop, length), targets, length)
+        if unsent:
+            read_unsent(found, unsent["sums"], comm.rank, comm.size, min(slice_length, length - own.start))
         read_memories(found.memories, start.memory, comm.rank, comm.size)
     for vector_N in (start.model_N, *start.shared.values()):
         comm.gather(vector_N)
@@ -583,6 +591,19 @@ def read_slice(
         for name, target in targets.items():
             piece = file.get_slice(name)[low - rank * theirs : high - rank * theirs]
             target[low - start : high - start].copy_(piece)
+
+
+def read_unsent(found: Found, sums_N: Tensor, rank: int, ranks: int, count: int) -> None:
+    """Take what was left over of the sums: on as many ranks each its own; else all that there is for the `count`
+    elements that count of this rank's slice, so that nothing is lost."""
+    if found.ranks == ranks:
+        with safetensors.safe_open(found.slices[rank], "pt") as file:
+            sums_N.copy_(file.get_tensor("unsent.sums"))
+        return
+    first = rank * (sums_N.numel() // ranks)
+    for path in found.slices if count > 0 else ():
+        with safetensors.safe_open(path, "pt") as file:
+            sums_N[first : first + count].add_(file.get_slice("unsent.sums")[first : first + count])
 
 
 def read_memories(paths: Iterable[Path], memory: Memory, rank: int, ranks: int) -> None:

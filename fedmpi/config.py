@@ -61,6 +61,22 @@ class Local:
 
 
 @dataclass(frozen=True)
+class Step:
+    """How a client's step is computed. The defaults are those that were measured to win (benchmarks/step.py)."""
+
+    layout: str = "auto"
+    """how images and convolutions lie in memory: contiguous, channels_last, auto (what the model's row says) or try (a
+    short trial at the start decides, and config.yaml keeps what it found)"""
+    precision: str = "float32"
+    """float32, or bf16: forward and backward under autocast; the parameters stay float32"""
+    compile: str = "none"
+    """none, or a mode of torch.compile: default, reduce-overhead (CUDA graphs on a GPU) or max-autotune"""
+    together: int = knob(1, low=1, high=1024)
+    """clients of a rank that are trained at once, as one stacked model; 1: one after another. With more the last bits
+    depend on which clients share a rank"""
+
+
+@dataclass(frozen=True)
 class Server:
     """What the masked mean does to the model."""
 
@@ -205,6 +221,9 @@ class Config:
     """transport: torch (gloo, nccl), mpi, or auto by the launcher"""
     sum: str = "exact"
     """exact (the same bits on any number of ranks) or float32 (half the bytes of the sums)"""
+    wire: str = "float32"
+    """what sums and model travel as between nodes: float32, or bf16 (half the bytes, what is rounded off goes along the
+    next time; needs --sum float32)"""
     timeout: float = knob(600.0, low=0, open_low=True, high=1e7)
     """seconds after which a rank that does not answer ends the run"""
     threads: int | None = knob(None, low=1, high=256)
@@ -216,6 +235,7 @@ class Config:
     log: str = "tensorboard"
     """sinks beside metrics.jsonl: tensorboard or none. Under torchrun write --log_to: it takes --log for its own"""
     local: Local = field(default_factory=Local)
+    step: Step = field(default_factory=Step)
     server: Server = field(default_factory=Server)
     skew: Skew = field(default_factory=Skew)
     meta: Meta = field(default_factory=Meta)

@@ -4,6 +4,7 @@ meta gradient. What cannot be averaged is refused before any of them is touched.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from .algorithms import Algorithm
 from .cohort import Cohort
@@ -11,12 +12,16 @@ from .comm import Comm
 from .flat import Layout
 from .tally import Tally, Unusable
 from .task import Trained
+from .wire import Wire
 
 MOST = 2.0**20  # of a loss, and of steps
 
 
 class Ledger:
-    """The tallies of a rank: of the deltas, of every channel, and of the meta gradient. Collective to make."""
+    """The tallies of a rank: of the deltas, of every channel, and of the meta gradient. Collective to make.
+
+    With `--wire bf16` it needs the model as well, which then travels in the same way as the sums of the deltas.
+    """
 
     def __init__(
         self,
@@ -27,13 +32,16 @@ class Ledger:
         how: str,
         clients: int,
         device: torch.device | None = None,
+        wire: str = "float32",
+        model_N: Tensor | None = None,
     ) -> None:
         length = layout.padded(comm.size) // comm.size
         squares = layout.params if algorithm.mask.second_moment else 0
         self.rule, self.clients, self.params = algorithm.local, clients, layout.params
-        self.deltas = Tally(comm, length, cohort, how, device, squares=squares)
+        self.deltas = Tally(comm, length, cohort, how, device, squares=squares, wire=wire)
         self.channels = {c.name: Tally(comm, length, cohort, "exact", device, votes=False) for c in self.rule.sends}
         self.meta = Tally(comm, length, 1, "exact", device, votes=False) if algorithm.meta else None
+        self.wire = None if wire == "float32" or model_N is None else Wire(comm, self.deltas, model_N)
 
     def clear(self, cohort: Cohort) -> None:
         """Make ready for a round."""
@@ -63,8 +71,19 @@ class Ledger:
         for name, tally in self.channels.items():
             tally.check(result.sends[name])
 
-    def add(self, trained: Trained, weight: int) -> None:
-        """Fold in what has passed `check`. An error in here spoils the sums: it ends the run."""
-        self.deltas.add(trained.delta_N, weight)
+    def add(self, trained: Trained, weight: int, last: bool = False) -> None:
+        """Fold in what has passed `check`. An error in here spoils the sums: it ends the run.
+
+        Where rows travel, what the last client of the rank has trained is left for `finish`: so one bucket is on its
+        way while the next is folded.
+        """
+        later = last and self.deltas.travels
+        self.deltas.add(trained.delta_N, weight, later)
         for channel in self.rule.sends:
-            self.channels[channel.name].add(trained.result.sends[channel.name], weight if channel.to == "model" else 1)
+            share = weight if channel.to == "model" else 1
+            self.channels[channel.name].add(trained.result.sends[channel.name], share, later)
+
+    def finish(self, bucket: slice) -> None:
+        """Fold in a bucket of what the last client has trained."""
+        for tally in (self.deltas, *self.channels.values()):
+            tally.finish(bucket)

@@ -8,32 +8,39 @@ for a rank within its reach, and it adds them up in the order of the ranks. From
 no rank ever holds another client's full tensor. What comes out is handed on in pieces that still lie in the cache, so
 that mask and server step find them there.
 
+Where rows travel they do so in a few buckets: while one is added up the next is on its way, and so is what became of
+the one before. Four of them, measured on 4 ranks behind links of 1 Gbit/s (11.2 million parameters, gloo): 1.11 times
+the plain all-reduce, with one bucket 1.28, with eight 1.17; through the loopback interface the number hardly matters.
+
 Bytes a rank sends, N elements on W ranks: 4N (float32) or 8N (exact) for the sums and 1N or 4N for the votes, times
 (W-1)/W; squares as much as the sums, a further vector 8N. Where sums are float32 and no rank hosts more than one
 client, the votes are the signs of what travels anyway and are not sent; `Tally` sees to it that they are the same
 votes. (On one node, where nothing is sent, they are read.)
+
+With `--wire bf16` the sums that travel do so in half the bytes, and the votes always travel (wire.py).
 
 N: the full padded vector.  S: the slice this rank owns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from .comm import Comm
-from .tally import FRACTION_BITS, SQUARE_FRACTION_BITS, Tally, chunks
+from .tally import FRACTION_BITS, SQUARE_FRACTION_BITS, Tally, chunks, even_chunks
 
 PIECE = 1 << 17
+BUCKETS, SMALLEST = 4, 1 << 18  # how many, and of how many elements at least
 
 
 @dataclass(frozen=True)
 class Part:
     """A piece of this rank's slice: elements start..stop of the full vector, `own` in the slice; votes and the mean
-    square where the tally has them.
+    square where the tally has them. The last piece of a bucket says which bucket of the slice it completes.
 
     Its tensors are the caller's to overwrite.
     """
@@ -44,30 +51,46 @@ class Part:
     mean: Tensor
     votes: Tensor | None = None
     square: Tensor | None = None
+    completes: slice | None = None
 
 
 def reduce(
-    comm: Comm, tally: Tally, params: int, weight: int, one_each: bool = False, also: Sequence[Tally] = ()
+    comm: Comm,
+    tally: Tally,
+    params: int,
+    weight: int,
+    one_each: bool = False,
+    also: Sequence[Tally] = (),
+    prepare: Callable[[slice], None] = lambda bucket: None,
 ) -> Iterator[Part]:
     """This rank's slice of the mean and of the votes, piece by piece. Collective: every rank must take every piece.
 
     `weight` is the weight of the clients that delivered, over all ranks; `one_each` says that no rank hosts more than
     one client. A piece never straddles the end of the parameters. The tallies in `also` travel in the same exchange:
-    when the pieces have been taken, `parts` reads them.
+    when the pieces have been taken, `parts` reads them. `prepare` is called for each bucket before it is sent.
     """
-    free = tally.votes is None or len(tally.votes.shared or ()) == comm.size - 1
-    send_votes = free or tally.exact or not one_each
+    send_votes = not tally.travels or tally.exact or bool(tally.sums.out) or not one_each
     kinds = [rows for rows in tally.kinds if send_votes or rows is not tally.votes]
-    comm.exchange(*kinds, *(rows for other in also for rows in other.kinds))
-    yield from parts(comm, tally, params, weight, send_votes)
+    kinds += [rows for other in also for rows in other.kinds]
+    for bucket in comm.stream(kinds, buckets(tally.slice, tally.travels), prepare):
+        for part in parts(comm, tally, params, weight, send_votes, bucket):
+            yield part if part.own.stop < bucket.stop else replace(part, completes=bucket)
 
 
-def parts(comm: Comm, tally: Tally, params: int, weight: int, votes_came: bool = True) -> Iterator[Part]:
-    """This rank's slice of a tally that has been exchanged, piece by piece. Where its votes did not come they are read
-    off the sums."""
+def buckets(length: int, travels: bool) -> list[slice]:
+    """The buckets of a slice: a few where it travels and is worth it, else one."""
+    most = max(-(-length // BUCKETS), SMALLEST) if travels else length
+    return list(even_chunks(length, most))
+
+
+def parts(
+    comm: Comm, tally: Tally, params: int, weight: int, votes_came: bool = True, bucket: slice | None = None
+) -> Iterator[Part]:
+    """This rank's slice of a tally that has been exchanged, or a bucket of it, piece by piece. Where its votes did not
+    come they are read off the sums."""
     first = comm.rank * tally.slice
-    for own in pieces(first, tally.slice, params):
-        sums = [row[own] for row in tally.sums.theirs]
+    for own in pieces(first, tally.slice, params, bucket):
+        sums = [widened(row[own]) for row in tally.sums.theirs]
         votes = square = None
         if tally.votes is not None and votes_came:
             votes = add_up([row[own] for row in tally.votes.theirs])
@@ -79,12 +102,19 @@ def parts(comm: Comm, tally: Tally, params: int, weight: int, votes_came: bool =
         yield Part(first + own.start, first + own.stop, own, mean, votes, square)
 
 
-def pieces(first: int, length: int, params: int) -> Iterator[slice]:
-    """The pieces of a slice that begins at element `first`: of a cache's size, cut where the parameters end."""
-    cut = min(max(params - first, 0), length)
-    yield from chunks(cut, PIECE)
-    for piece in chunks(length - cut, PIECE):
-        yield slice(cut + piece.start, cut + piece.stop)
+def pieces(first: int, length: int, params: int, bucket: slice | None = None) -> Iterator[slice]:
+    """The pieces of a slice that begins at element `first`, or of a bucket of it: of a cache's size, cut where the
+    parameters end."""
+    start, stop = (bucket.start, bucket.stop) if bucket else (0, length)
+    cut = min(max(params - first, start), stop)
+    for low, high in ((start, cut), (cut, stop)):
+        for piece in chunks(high - low, PIECE):
+            yield slice(low + piece.start, low + piece.stop)
+
+
+def widened(row: Tensor) -> Tensor:
+    """A row as it is added up: what came as bf16 as float32."""
+    return row.float() if row.dtype == torch.bfloat16 else row
 
 
 def add_up(rows: list[Tensor]) -> Tensor:

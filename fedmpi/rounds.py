@@ -31,7 +31,7 @@ from torch import Tensor
 
 from .algorithms import Algorithm, MetaStep
 from .cohort import Cohort, draw
-from .comm import Comm
+from .comm import Comm, Wait
 from .errors import CommonError, RunError, UserError
 from .ledger import Ledger
 from .local import Channel, LocalRule
@@ -39,6 +39,7 @@ from .memory import Memory
 from .reduce import Part, parts, reduce
 from .tally import Tally, Unusable, even_chunks
 from .task import Task, Trained
+from .wire import nothing_unsent
 from .work import Work
 
 log = logging.getLogger("fedmpi")
@@ -64,6 +65,9 @@ class State:
     """the vectors that channels of the client's rule move, the same on every rank (SCAFFOLD's c)"""
     memory: Memory = field(default_factory=Memory)
     """what the clients whose home this rank is have kept (SCAFFOLD's c_n)"""
+    unsent: dict[str, Tensor] = field(default_factory=dict)
+    """with `--wire bf16`, what this rank has rounded off and not sent yet: `sums` for every slice, as a part of the
+    mean, and `model`, of its own slice"""
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,7 @@ class Plan:
     work: Work
     sum: str = "exact"
     min_clients: int = 1
+    wire: str = "float32"
 
 
 @dataclass(frozen=True)
@@ -142,7 +147,7 @@ class Clock:
             self.seconds[phase] += time.perf_counter() - started
 
 
-def begin(task: Task, algorithm: Algorithm, comm: Comm, memory: Memory | None = None) -> State:
+def begin(task: Task, algorithm: Algorithm, comm: Comm, memory: Memory | None = None, wire: str = "float32") -> State:
     """The state before the first round: rank 0's model on every rank. Collective."""
     start_N, ints = task.start()
     comm.broadcast(start_N)
@@ -159,12 +164,14 @@ def begin(task: Task, algorithm: Algorithm, comm: Comm, memory: Memory | None = 
     rule = algorithm.local
     shared = {c.name: comm.vector(length, start_N.device) for c in rule.sends if c.to == "shared"}
     memory = Memory(rule.keeps, task.layout.params) if memory is None else memory
-    return State(0, model_N, ints, moments, shared, memory)
+    unsent = nothing_unsent(start_N, length) if wire == "bf16" else {}
+    return State(0, model_N, ints, moments, shared, memory, unsent)
 
 
 def rounds(state: State, plan: Plan, algorithm: Algorithm, task: Task, comm: Comm) -> Iterator[tuple[State, Report]]:
     """Train from `state` to the last round of the plan, yielding after each. Collective."""
-    ledger = Ledger(comm, algorithm, task.layout, plan.cohort, plan.sum, task.partition.clients, task.device)
+    books = (plan.cohort, plan.sum, task.partition.clients, task.device, plan.wire, state.model_N)
+    ledger = Ledger(comm, algorithm, task.layout, *books)
     while state.round < plan.rounds:
         try:
             state, report = run_round(state, plan, algorithm, task, comm, ledger)
@@ -213,12 +220,16 @@ def train_clients(
     """
     counts = torch.zeros(3 + len(cohort.cids), dtype=torch.int64)
     ints, told = state.ints, set[str]()
-    for i in cohort.at(rank):
-        weight, cid = cohort.weights[i], cohort.cids[i]
-        trained = train_client(state, plan, rule, task, cid, ledger, told)
+
+    def train(seat: Task, cid: int) -> Trained | None:
+        return train_client(state, plan, rule, seat, cid, ledger, told)
+
+    mine = {cohort.cids[i]: i for i in cohort.at(rank)}
+    for number, (cid, trained) in enumerate(task.each(list(mine), train), 1):
         if trained is None:
             continue
-        ledger.add(trained, weight)
+        i, weight = mine[cid], cohort.weights[mine[cid]]
+        ledger.add(trained, weight, last=number == len(mine))
         state.memory.stage(cid, trained.result.keeps)
         share = weight / cohort.total * UNIT
         steps = trained.result.steps if rule.normalised else 1.0
@@ -302,8 +313,19 @@ def move_model(
 
     Returns what was seen of this rank's slice.
     """
-    seen = Seen.nothing(state.model_N.device)
-    pieces = reduce(comm, ledger.deltas, params, delivery.weight, one_each, also=list(ledger.channels.values()))
+    seen, sends = Seen.nothing(state.model_N.device), algorithm.local.sends
+    under_way: list[Wait] = []
+    final = not any(channel.to == "model" for channel in sends)  # what has been applied may go
+
+    def prepare(bucket: slice) -> None:
+        ledger.finish(bucket)
+        if ledger.wire is not None:
+            ledger.wire.round_sums(state.unsent["sums"], delivery.weight, bucket)
+
+    if ledger.wire is not None:
+        ledger.wire.remember(state.model_N)
+    also = list(ledger.channels.values())
+    pieces = reduce(comm, ledger.deltas, params, delivery.weight, one_each, also, prepare)
     while True:
         with clock("reduce"):
             part = next(pieces, None)
@@ -311,13 +333,28 @@ def move_model(
             break
         with clock("server"):
             apply(part, state, algorithm, params, delivery, seen)
+        if part.completes is not None and final:
+            with clock("gather"):
+                under_way.append(start_gather(state, ledger, comm, part.completes))
     with clock("server"):
-        for channel in algorithm.local.sends:
+        for channel in sends:
             add_channel(channel, state, delivery, ledger.channels[channel.name], comm, params)
     with clock("gather"):
-        for vector_N in (state.model_N, *state.shared.values()):
+        if not final:
+            under_way.append(start_gather(state, ledger, comm, slice(0, ledger.deltas.slice)))
+        comm.gather(state.model_N, under_way)
+        for vector_N in state.shared.values():
             comm.gather(vector_N)
+    if ledger.wire is not None:
+        ledger.wire.settled = True
     return seen
+
+
+def start_gather(state: State, ledger: Ledger, comm: Comm, bucket: slice) -> Wait:
+    """Send a bucket of this rank's slice of the model, begin to receive those of the others."""
+    if ledger.wire is None:
+        return comm.start_gather(state.model_N, bucket)
+    return ledger.wire.start_gather(state.model_N, state.unsent["model"], bucket)
 
 
 def apply(part: Part, state: State, algorithm: Algorithm, params: int, delivery: Delivery, seen: Seen) -> None:

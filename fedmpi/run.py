@@ -6,6 +6,7 @@ finds a checkpoint of its own in its folder (folder.py) goes on from there; one 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import json
@@ -46,13 +47,17 @@ from .log import Log, read_records, record, report_of, sink_names
 from .memory import Memory
 from .models import ModelRow, find_model, make_model
 from .objective import check_outputs, try_objective
+from .paths import Path as StepPath
+from .paths import check_step, faster_layout, try_path
+from .paths import describe as describe_step
 from .plugins import one_line
 from .rounds import Plan, Report, State, begin, rounds
 from .seeds import torch_seed
 from .server import VARIED
 from .stop import Stop, Stopped, in_words
-from .tally import SUMS
+from .tally import SUMS, WIRES, check_wire
 from .task import Task
+from .together import Together
 from .work import Work, make_share
 
 warnings = logging.getLogger("fedmpi")
@@ -60,6 +65,9 @@ warnings = logging.getLogger("fedmpi")
 USUAL = {"images": "lenet", "sequences": "gru", "numbers": "logistic"}
 LABELLED = ("classes", "dirichlet", "mixed")  # the splits that deal by label
 RESUME = ("auto", "never", "force")
+LAYOUTS = ("auto", "contiguous", "channels_last", "try")
+PRECISIONS = ("float32", "bf16")
+COMPILED = ("none", "default", "reduce-overhead", "max-autotune")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,12 +114,18 @@ def prepare(cfg: Config, given: Given = NOTHING) -> Prepared:
     words: tuple[tuple[str, str, Iterable[str]], ...] = (
         ("split", cfg.split, SPLITS),
         ("sum", cfg.sum, SUMS),
+        ("--wire", cfg.wire, WIRES),
+        ("--step.layout", cfg.step.layout, LAYOUTS),
+        ("--step.precision", cfg.step.precision, PRECISIONS),
+        ("--step.compile", cfg.step.compile, COMPILED),
         ("--resume", cfg.resume, RESUME),
         ("way with owners (--skew.owners)", cfg.skew.owners, OWNERS),  # also where the split does not read it
     )
     for kind, name, table in words:
         if name not in table:
             raise unknown(kind, name, table)
+    check_wire(cfg.sum, cfg.wire)
+    check_step(cfg.step)
     if given.data is None and ":" not in cfg.data:
         row = find_data(cfg.data)
         cfg = replace(
@@ -171,6 +185,9 @@ def run(
             check_finished(out, cfg, environ)
     with agreed(comm):
         data, partition, meta = load_data(cfg, prepared.given.data)
+    if cfg.step.layout == "try":
+        prepared = try_layouts(prepared, data, partition, meta, comm, device)
+    with agreed(comm):
         prepared, task = make_task(prepared, data, partition, meta, comm.size, device)
         check_memory_folder(prepared)
     cfg = prepared.cfg
@@ -223,8 +240,8 @@ def train(
 ) -> Outcome:
     """The rounds that are left, each logged and, when it is time, saved; then the results. Collective."""
     cfg, out, first = prepared.cfg, prepared.out, comm.rank == 0
-    plan = Plan(cfg.seed, cfg.rounds, cfg.cohort, prepared.work, cfg.sum, cfg.min_clients)
-    state = begin(task, prepared.algorithm, comm, make_memory(prepared, task))
+    plan = plan_of(prepared)
+    state = begin(task, prepared.algorithm, comm, make_memory(prepared, task), cfg.wire)
     history: list[Report] = []
     progress = Progress()
     if found is not None and out is not None:
@@ -249,6 +266,12 @@ def train(
         saver.trouble = folder.attempt(partial(finish, out, task, state, progress))
     saver.agree()
     return Outcome(task, state, history, cfg)
+
+
+def plan_of(prepared: Prepared) -> Plan:
+    """How the rounds of a run are run."""
+    cfg = prepared.cfg
+    return Plan(cfg.seed, cfg.rounds, cfg.cohort, prepared.work, cfg.sum, cfg.min_clients, cfg.wire)
 
 
 def check_finished(out: Path, cfg: Config, environ: Mapping[str, str]) -> None:
@@ -470,21 +493,64 @@ def make_task(
     else:
         row = prepared.model or find_model(name)
         model = make_model(name, row, offers, data.name)
-    cfg = replace(cfg, model=name)
+    layouts = ("contiguous", "channels_last")
+    layout = layouts[row.channels_last] if cfg.step.layout == "auto" else cfg.step.layout
+    cfg = replace(cfg, model=name, step=replace(cfg.step, layout=layout))
     try_model(model, name, data, samples, device)
-    task = Task(
+    at_once = min(cfg.step.together, cfg.cohort)
+    make = partial(Together, clients=at_once) if at_once > 1 else Task
+    task = make(
         model,
         data,
         partition,
         cfg.seed,
         device,
         ranks,
-        row.channels_last,
+        layout == "channels_last",
         meta,
         workers=cfg.workers,
         tests=cfg.eval.samples,
+        path=StepPath(cfg.step.precision, cfg.step.compile),
     )
+    try_path(task, name, samples, min(cfg.local.batch, int(partition.sizes.max())))
+    if isinstance(task, Together):
+        task.check(name, samples)
     return replace(prepared, cfg=cfg), task
+
+
+def try_layouts(
+    prepared: Prepared, data: Data, partition: Partition, meta: Ints, comm: Comm, device: torch.device
+) -> Prepared:
+    """What was prepared, with the layout that the run in its folder has begun with, else with the faster one, as rank
+    0 sees it. Collective."""
+    step, choice = prepared.cfg.step, torch.zeros(1, dtype=torch.int64)
+
+    def with_layout(name: str) -> Prepared:
+        return replace(prepared, cfg=replace(prepared.cfg, step=replace(step, layout=name)))
+
+    def make(name: str) -> Task:
+        trial = with_layout(name)
+        given = replace(trial.given, model=copy.deepcopy(trial.given.model))  # a task takes its model over
+        return make_task(replace(trial, given=given), data, partition, meta, 1, device)[1]
+
+    with agreed(comm):
+        if comm.rank == 0:
+            name = layout_before(prepared) or faster_layout(make, prepared.work)
+            choice[0] = name == "channels_last"
+    comm.broadcast(choice)
+    return with_layout("channels_last" if choice else "contiguous")
+
+
+def layout_before(prepared: Prepared) -> str | None:
+    """The layout in the configuration of the run in the folder, where there is one to go on from."""
+    out = prepared.out
+    if out is None or prepared.cfg.resume == "never" or not (out / folder.CHECKPOINTS).is_dir():
+        return None
+    try:
+        layout = yaml.safe_load((out / CONFIG).read_text())["step"]["layout"]
+    except (OSError, yaml.YAMLError, KeyError, TypeError):
+        return None  # of a version that had no choice, or not to be read
+    return layout if layout in ("contiguous", "channels_last") else None
 
 
 def few_samples(data: Data) -> tuple[Tensor, Tensor]:
@@ -569,7 +635,7 @@ def scheduled(schedule: str) -> str:
 
 
 def header(prepared: Prepared, task: Task, comm: Comm) -> str:
-    """What is about to run, in two lines."""
+    """What is about to run, in three lines."""
     cfg = prepared.cfg
     held = f"; {cfg.meta.size} samples held out" if cfg.meta.size else ""
     uses = [f"meta step lr {cfg.meta.lr:g}"] * bool(cfg.meta.lr) + ["a copy for every client"] * bool(cfg.meta.share)
@@ -579,7 +645,8 @@ def header(prepared: Prepared, task: Task, comm: Comm) -> str:
     made = isinstance(prepared.given.algorithm, Algorithm)
     return (
         f"{'an algorithm of your own' if made else rules(cfg)}; {cfg.model}, {task.layout.params:,} parameters\n"
-        f"{cfg.data} split {cfg.split} over {cfg.clients} clients, {cfg.cohort} a round{held}; {ranks}, sum {cfg.sum}"
+        f"{cfg.data} split {cfg.split} over {cfg.clients} clients, {cfg.cohort} a round{held}; {ranks}, sum {cfg.sum}\n"
+        f"step: {describe_step(replace(cfg.step, together=min(cfg.step.together, cfg.cohort)))}"
     )
 
 

@@ -38,6 +38,18 @@ RANGE_BITS = 17
 SQUARE_FRACTION_BITS = 53
 SQUARE_RANGE_BITS = 4
 SUMS = ("exact", "float32")
+WIRES = ("float32", "bf16")
+
+
+def check_wire(how: str, wire: str) -> None:
+    """Refuse what cannot travel."""
+    if wire not in WIRES:
+        raise unknown("--wire", wire, WIRES)
+    if wire == "bf16" and how != "float32":
+        raise UserError(
+            f"--wire bf16 rounds what travels, but --sum is {how}, whose sums are whole numbers; add --sum float32, or "
+            "leave --wire at float32"
+        )
 
 
 class Unusable(Exception):
@@ -48,6 +60,12 @@ def chunks(length: int, size: int = CHUNK) -> Iterator[slice]:
     """Consecutive slices that cover 0..length."""
     for start in range(0, length, size):
         yield slice(start, min(start + size, length))
+
+
+def within(bucket: slice) -> Iterator[slice]:
+    """Consecutive slices of the cache's size that cover a bucket."""
+    for part in chunks(bucket.stop - bucket.start):
+        yield slice(bucket.start + part.start, bucket.start + part.stop)
 
 
 def even_chunks(length: int, most: int) -> Iterator[slice]:
@@ -61,7 +79,7 @@ class Tally:
     """Running sums of one rank over one round, a row for each rank. The rows are made once and cleared for every round.
 
     Collective to make: the transport provides the memory, so that the rank that owns a slice can read its rows.
-    `squares` is how many elements, from the first, will be asked for their squares.
+    `squares` is how many elements, from the first, will be asked for their squares; `wire` what sums travel as.
     """
 
     def __init__(
@@ -73,14 +91,18 @@ class Tally:
         device: torch.device | None = None,
         votes: bool = True,
         squares: int = 0,
+        wire: str = "float32",
     ) -> None:
         if how not in SUMS:
             raise unknown("sum", how, SUMS)
+        check_wire(how, wire)
         self.exact, self.slice, self.squared = how == "exact", slice_length, squares
         number = torch.int64 if self.exact else torch.float32
-        self.sums = comm.rows(slice_length, number, device)
+        self.sums = comm.rows(slice_length, number, device, torch.bfloat16 if wire == "bf16" else None)
         self.votes = comm.rows(slice_length, torch.int8 if cohort <= 127 else torch.int32, device) if votes else None
         self.squares = comm.rows(slice_length, number, device) if squares else None
+        self.travels = len(self.sums.shared or ()) < comm.size - 1
+        """whether any row is sent, and not shared"""
         self.clear(total=1)
 
     @property
@@ -96,6 +118,7 @@ class Tally:
             for row in rows.mine:
                 row.zero_()
         self.total, self.weight, self.clients = total, 0, 0
+        self.later: tuple[Tensor, int] | None = None
 
     @property
     def limit(self) -> float:
@@ -111,16 +134,27 @@ class Tally:
             most = float(2**SQUARE_RANGE_BITS) if self.exact else math.sqrt(self.limit)
             check_range(x[: self.squared], most, " of a mask that reads the variance")
 
-    def add(self, x: Tensor, weight: int) -> None:
+    def add(self, x: Tensor, weight: int, later: bool = False) -> None:
         """Fold in one client's vector, which has passed `check`; one that is shorter than the rows counts as zero
-        behind its end. An error in here spoils the sums: it ends the run."""
+        behind its end. With `later` it is counted, and left for `finish`: x must stay as it is until then. An error in
+        here spoils the sums: it ends the run."""
         if weight < 1 or self.weight + weight > self.total:
             raise ValueError(f"weight {weight} on top of {self.weight} does not fit a cohort of {self.total}")
-        for rank, piece in enumerate(torch.split(x, self.slice)):
-            for part in chunks(piece.numel()):
-                self._fold(rank, part, piece[part], weight)
         self.weight += weight
         self.clients += 1
+        self.later = x, weight
+        if not later:
+            self.finish(slice(0, self.slice))
+            self.later = None
+
+    def finish(self, bucket: slice) -> None:
+        """Fold a bucket of what was left for later into every row."""
+        if self.later is None:
+            return
+        x, weight = self.later
+        for rank, x_S in enumerate(torch.split(x, self.slice)):
+            for part in within(slice(bucket.start, min(bucket.stop, x_S.numel()))):
+                self._fold(rank, part, x_S[part], weight)
 
     def _fold(self, rank: int, part: slice, x: Tensor, weight: int) -> None:
         self._add_product(self.sums.mine[rank][part], x, weight, FRACTION_BITS)

@@ -9,7 +9,7 @@ from fedmpi.comm import Comm, agreed
 from fedmpi.comm.node import share_node
 from fedmpi.errors import UserError
 
-TRAVELLING = (torch.float32, torch.int64, torch.int32, torch.int8)
+TRAVELLING = (torch.float32, torch.int64, torch.int32, torch.int8, torch.bfloat16)
 
 
 def check_contract(comm: Comm) -> None:
@@ -19,7 +19,10 @@ def check_contract(comm: Comm) -> None:
         check_exchange(comm, dtype, length=5)
     check_exchange(comm, torch.float32, length=400_000)
     check_rows_again_and_again(comm)
+    check_stream(comm)
     check_gather(comm)
+    check_gather_in_buckets(comm)
+    check_update(comm)
     check_broadcast(comm)
     check_agreed(comm)
     for _ in range(3):
@@ -68,6 +71,78 @@ def check_rows_again_and_again(comm: Comm) -> None:
             for source, theirs in enumerate(rows.theirs):
                 assert torch.equal(theirs, row(source, comm.rank, theirs.dtype, len(theirs), turn))
         comm.barrier()
+
+
+def check_stream(comm: Comm) -> None:
+    """Buckets come in their order, each prepared before it is sent; rows of another type travel in place of mine."""
+    large, narrow = comm.rows(90_000, torch.int32), comm.rows(90_000, torch.float32, wire=torch.bfloat16)
+    away = [r for r in comm.others if r not in (narrow.shared or ())]
+    assert sorted(narrow.out) == sorted(away)
+    assert [x.dtype == torch.bfloat16 for x in narrow.theirs] == [r in away for r in range(comm.size)]
+    buckets = [slice(0, 50_000), slice(50_000, 89_999), slice(89_999, 90_000)]
+    prepared: list[slice] = []
+
+    def prepare(bucket: slice) -> None:
+        prepared.append(bucket)
+        for rows in (large, narrow):
+            for to, mine in enumerate(rows.mine):
+                mine[bucket] = row(comm.rank, to, mine.dtype, len(mine))[bucket]
+        for to, out in narrow.out.items():
+            out[bucket] = 0.5 * narrow.mine[to][bucket]
+
+    before = comm.sent
+    for number, bucket in enumerate(comm.stream([large, narrow], buckets, prepare)):
+        assert bucket == buckets[number] and prepared == buckets
+        for source in range(comm.size):
+            want = row(source, comm.rank, torch.int32, 90_000)[bucket]
+            assert torch.equal(large.theirs[source][bucket], want)
+            assert torch.equal(narrow.theirs[source][bucket].float(), want * (0.5 if source in away else 1.0))
+    assert comm.sent - before == 90_000 * (8 * (comm.size - 1) - 2 * len(away))
+    comm.barrier()
+
+
+def check_gather_in_buckets(comm: Comm) -> None:
+    """Several buckets are under way at once, and a small sum meanwhile is not mixed up with them."""
+    x_N = comm.vector(60_000)
+    own_S = x_N.view(comm.size, -1)[comm.rank]
+    buckets = [slice(0, 31_000), slice(31_000, 60_000)]
+    before = comm.sent
+    waits = []
+    for bucket in buckets:
+        own_S[bucket] = torch.arange(60_000.0)[bucket] + comm.rank
+        waits.append(comm.start_gather(x_N, bucket))
+    sent = comm.sent - before
+    one = torch.ones(1)
+    comm.sum(one)
+    assert one.item() == comm.size
+    comm.gather(x_N, waits)
+    for rank, x_S in enumerate(x_N.view(comm.size, -1)):
+        assert torch.equal(x_S, torch.arange(60_000.0) + rank)
+    before = comm.sent
+    comm.gather(x_N)
+    assert comm.sent - before == sent
+    comm.barrier()
+
+
+def check_update(comm: Comm) -> None:
+    """What travels is added to the slices where it arrives, on all ranks alike."""
+    x_N = comm.vector(40)
+    own_S = x_N.view(comm.size, -1)[comm.rank]
+    own_S.fill_(1.0)
+    comm.gather(x_N)
+    update = comm.update(x_N, torch.bfloat16)
+    comm.barrier()
+    node = comm.node if comm.node is not None and comm.node.holds(x_N) else None
+    assert (update is None) == (comm.size == 1 or (node is not None and len(node.ranks) == comm.size))
+    before = comm.sent
+    if update is not None:
+        update.mine_S.fill_(comm.rank + 0.5)
+        own_S += update.mine_S
+        comm.gather(x_N, [comm.start_gather(x_N, slice(0, 40), update)])
+        within, to = (len(node.ranks) - 1, len(node.other_leaders)) if node else (0, comm.size - 1)
+        assert comm.sent - before == 40 * (4 * within + 2 * to)
+        assert x_N.view(comm.size, -1).tolist() == [[r + 1.5] * 40 for r in range(comm.size)]
+    comm.barrier()
 
 
 def check_gather(comm: Comm) -> None:

@@ -702,6 +702,7 @@ def test_force_lets_knobs_change_but_not_what_the_state_is_made_of(lives: dict[s
             {"mask": "and", "tau": 0.7},
             {"cohort": 6},
             {"sum": "float32"},
+            {"sum": "float32", "wire": "bf16"},
         ]
     ):
         out, cfg = forced(f"may-{number}", **changes)
@@ -711,7 +712,7 @@ def test_force_lets_knobs_change_but_not_what_the_state_is_made_of(lives: dict[s
         assert sha256(out) != sha256(lives["whole"])
     for number, (changes, what) in enumerate(
         [
-            ({"model": "lenet"}, "another model (--model is lenet and was logistic)"),
+            ({"model": "lenet"}, "another model (--model is lenet and was logistic"),
             ({"algorithm": "fedadam"}, "another algorithm (--algorithm is fedadam and was scaffold"),
             ({"clients": 9}, "another data set or split of it (--clients is 9 and was 8)"),
             ({"split": "classes"}, "another data set or split of it (--split is classes and was iid"),

@@ -206,7 +206,7 @@ def test_mpi_sends_a_tensor_from_where_it_lies() -> None:
     assert host_view(x).numpy().ctypes.data == x.data_ptr()
     strided = torch.arange(6.0)[::2]
     assert host_view(strided).is_contiguous() and torch.equal(host_view(strided), strided)
-    with pytest.raises(UserError, match="bfloat16 cannot travel over MPI"):
+    with pytest.raises(UserError, match="bfloat16 cannot be summed over MPI"):
         host_view(x.bfloat16())
 
 

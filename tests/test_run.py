@@ -28,7 +28,7 @@ from fedmpi import config, data
 from fedmpi.algorithms import ALGORITHMS
 from fedmpi.comm import Comm, SoloComm
 from fedmpi.comm.threads import run_threads
-from fedmpi.config import Config, Eval, Local, Meta, Server, Skew
+from fedmpi.config import Config, Eval, Local, Meta, Server, Skew, Step
 from fedmpi.data.splits import Partition, split
 from fedmpi.errors import RunError, UserError
 from fedmpi.folder import check, make
@@ -163,8 +163,8 @@ def test_the_written_configuration_is_the_resolved_one(tmp_path: Path) -> None:
     assert (written["server"]["rule"], written["server"]["lr"]) == (row.server, row.server_lr)
     assert written["server"]["momentum"] == row.server_momentum
     assert (written["server"]["b2"], written["server"]["eps"]) == (0.99, 1e-3)
-    threads = torch.get_num_threads()  # the machine's choice is written down too: it decides the bits
-    assert parse(["--config", str(tmp_path / "config.yaml")]) == replace(prepare(cfg).cfg, threads=threads)
+    threads, step = torch.get_num_threads(), Step(layout="contiguous")  # the choices are written down: they decide bits
+    assert parse(["--config", str(tmp_path / "config.yaml")]) == replace(prepare(cfg).cfg, threads=threads, step=step)
 
 
 # Every algorithm
@@ -177,7 +177,7 @@ def test_the_written_configuration_of_every_algorithm_reads_back_and_repeats_the
     cfg = settings_of(tmp_path / "first", algorithm=name, rounds=2, local=work, meta=held)
     train(cfg)
     read = parse(["--config", str(tmp_path / "first" / "config.yaml")])
-    assert read == replace(prepare(cfg).cfg, threads=torch.get_num_threads())
+    assert read == replace(prepare(cfg).cfg, threads=torch.get_num_threads(), step=Step(layout="contiguous"))
     train(replace(read, out=str(tmp_path / "again")))
     assert sha256(tmp_path / "first") == sha256(tmp_path / "again")
     assert without_seconds(metrics(tmp_path / "first")) == without_seconds(metrics(tmp_path / "again"))

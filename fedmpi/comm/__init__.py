@@ -9,7 +9,7 @@ import torch
 
 from ..env import Place
 from ..errors import AgreedError, UserError, unknown
-from .base import Comm, Rows, agreed, common_trouble, tell_all
+from .base import Comm, Rows, Update, Wait, agreed, common_trouble, tell_all
 from .node import share_node
 from .solo import SoloComm
 
@@ -17,6 +17,8 @@ __all__ = [
     "Comm",
     "Rows",
     "SoloComm",
+    "Update",
+    "Wait",
     "agree_early",
     "agreed",
     "common_trouble",

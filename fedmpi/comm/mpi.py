@@ -2,8 +2,8 @@
 
 Rows travel as non-blocking sends and receives, the small verbs as non-blocking collectives, so that a rank that waits
 can look at the clock: MPI itself has no timeout. A CPU tensor is handed over as the memory it lies in; anything numpy
-cannot view (a CUDA tensor) is staged through host memory. bfloat16 is refused: MPI has no such type, and Open MPI
-sums it to garbage in silence.
+cannot view (a CUDA tensor) is staged through host memory. bfloat16 travels as int16 and is never summed here: MPI has
+no such type, and Open MPI sums it to garbage in silence.
 
 After a timeout each rank sends a word to all others and listens a little: who is silent is missing.
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..env import Place, check_mpi_world
 from ..errors import RunError, UserError
-from .base import Comm
+from .base import Comm, Wait
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -57,8 +57,13 @@ def connect_mpi(place: Place, timeout: float) -> Comm:
 def host_view(x: Tensor) -> Tensor:
     """x itself where numpy can view it, else a copy in host memory."""
     if x.dtype == torch.bfloat16:
-        raise UserError("bfloat16 cannot travel over MPI, which has no such type; use float32 or --comm torch")
+        raise UserError("bfloat16 cannot be summed over MPI, which has no such type; use float32 or --comm torch")
     return x.detach() if x.device.type == "cpu" and x.is_contiguous() else x.detach().cpu().contiguous()
+
+
+def bits(x: Tensor) -> Tensor:
+    """x as something that MPI can carry: bfloat16 as the int16 of the same bits."""
+    return x.view(torch.int16) if x.dtype == torch.bfloat16 else x
 
 
 class MpiComm(Comm):
@@ -99,14 +104,19 @@ class MpiComm(Comm):
         which = ", ".join(map(str, sorted(silent)))
         return f"rank {which} of {self.size} did not answer: hung for longer than the timeout of {self.timeout:g} s"
 
-    def _swap(self, send: Mapping[int, Tensor], recv: Mapping[int, Tensor]) -> None:
+    def _start(self, send: Mapping[int, Tensor], recv: Mapping[int, Tensor]) -> Wait:
+        recv = {source: bits(x) for source, x in recv.items()}
         here = {source: host_view(x) for source, x in recv.items()}
         requests = [self.line.Irecv(x.numpy(), source) for source, x in here.items()]
-        requests += [self.line.Isend(host_view(x).numpy(), to) for to, x in send.items()]
-        self.finish(requests)
-        for source, x in recv.items():
-            if here[source].data_ptr() != x.data_ptr():
-                x.copy_(here[source])
+        requests += [self.line.Isend(host_view(bits(x)).numpy(), to) for to, x in send.items()]
+
+        def wait() -> None:
+            self.finish(requests)
+            for source, x in recv.items():
+                if here[source].data_ptr() != x.data_ptr():
+                    x.copy_(here[source])
+
+        return wait
 
     def _sum(self, x: Tensor) -> None:
         here = host_view(x)

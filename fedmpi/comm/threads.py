@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn, TypeVar
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import RunError
-from .base import Comm
+from .base import Comm, Wait
 
 T = TypeVar("T")
 
@@ -38,24 +39,36 @@ class ThreadComm(Comm):
     def __init__(self, world: World, rank: int) -> None:
         super().__init__(rank, world.size)
         self.world = world
+        self.awaited: dict[int, deque[Tensor]] = {r: deque() for r in range(world.size)}  # in the order of the starts
 
-    def _swap(self, send: Mapping[int, Tensor], recv: Mapping[int, Tensor]) -> None:
+    def _start(self, send: Mapping[int, Tensor], recv: Mapping[int, Tensor]) -> Wait:
         if self.world.aborted.is_set():
             raise RunError("another rank aborted")
         for rank, x in send.items():
             self.world.boxes[self.rank, rank].put(x.clone())
-        missing = []
         for rank, x in recv.items():
+            self.awaited[rank].append(x)
+
+        def wait() -> None:
+            missing = [rank for rank, x in recv.items() if not self._receive(rank, x)]
+            if missing:
+                raise RunError(f"no answer from ranks {missing} within {self.world.timeout:g} s")
+
+        return wait
+
+    def _receive(self, rank: int, until: Tensor) -> bool:
+        """Take what a rank has sent up to the tensor that is waited for; whether it came in time."""
+        while any(x is until for x in self.awaited[rank]):
             try:
-                x.copy_(self.world.boxes[rank, self.rank].get(timeout=self.world.timeout))
+                came = self.world.boxes[rank, self.rank].get(timeout=self.world.timeout)
             except queue.Empty:
-                missing.append(rank)
-        if missing:
-            raise RunError(f"no answer from ranks {missing} within {self.world.timeout:g} s")
+                return False
+            self.awaited[rank].popleft().copy_(came)
+        return True
 
     def _sum(self, x: Tensor) -> None:
         rows = torch.empty(self.size, *x.shape, dtype=x.dtype)
-        self._swap({r: x for r in self.others}, {r: rows[r] for r in self.others})
+        self._start({r: x for r in self.others}, {r: rows[r] for r in self.others})()
         rows[self.rank] = x
         x.copy_(rows[0])
         for row in rows[1:]:
@@ -63,9 +76,9 @@ class ThreadComm(Comm):
 
     def _broadcast(self, x: Tensor, root: int) -> None:
         if self.rank == root:
-            self._swap({r: x for r in self.others}, {})
+            self._start({r: x for r in self.others}, {})()
         else:
-            self._swap({}, {root: x})
+            self._start({}, {root: x})()
 
     def barrier(self) -> None:
         try:

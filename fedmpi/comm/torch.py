@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from ..env import Place, rendezvous
 from ..errors import RunError, UserError
-from .base import Comm
+from .base import Comm, Wait
 
 ROLL_CALL_SECONDS = 5.0
 AGENT_LIMIT = timedelta(seconds=20)
@@ -87,11 +87,14 @@ class TorchComm(Comm):
             return f"the {self.size} ranks lost each other, yet every one of them answers"
         return f"rank {', '.join(map(str, missing))} of {self.size} did not answer"
 
-    def _swap(self, send: Mapping[int, Tensor], recv: Mapping[int, Tensor]) -> None:
+    def _start(self, send: Mapping[int, Tensor], recv: Mapping[int, Tensor]) -> Wait:
         ops = [dist.P2POp(dist.irecv, x, source) for source, x in recv.items()]
         ops += [dist.P2POp(dist.isend, x, to) for to, x in send.items()]
-        if ops:
-            self.guard(lambda: [work.wait() for work in dist.batch_isend_irecv(ops)])
+        if not ops:
+            return lambda: None
+        works: list[dist.Work] = []
+        self.guard(lambda: works.extend(dist.batch_isend_irecv(ops)))
+        return lambda: self.guard(lambda: [work.wait() for work in works])
 
     def _sum(self, x: Tensor) -> None:
         there = x.to(self.device)
