@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from itertools import product
 
 import numpy as np
@@ -9,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedmpi.cohort import Cohort, draw, home, place
+from fedmpi.cohort import Cohort, draw, home, load, place
+from fedmpi.data import Partition
 from fedmpi.work import Work, make_share
 
 SIZES = st.lists(st.integers(1, 500), min_size=1, max_size=40)
@@ -118,13 +120,34 @@ def test_clients_are_placed_by_their_samples_where_no_work_is_given() -> None:
     assert draw(0, 1, sizes, 4, 2).ranks == (0, 1, 1, 1)
 
 
-def test_clients_are_placed_by_their_steps_and_weighed_by_their_samples() -> None:
-    # batches of 32: 64 samples are 2 steps, 1 sample is 1; so the large one has a rank and goes back to share it
+@pytest.mark.parametrize(
+    ("work", "samples", "quarters"),
+    [
+        (Work(batch=32), 64, 32 * (4 + 2) + 4 * 64),
+        (Work(batch=32), 33, 32 * (4 + 2) + 4 * 33),  # a step of one sample: more than none, less than a full one
+        (Work(batch=32), 32, 32 * (4 + 1) + 4 * 32),
+        (Work(batch=32, epochs=3), 40, 32 * (4 + 6) + 4 * 120),
+        (Work(batch=32, steps=3), 40, 32 * (4 + 3) + 4 * (40 + 32)),  # an epoch is a full batch and a short one
+        (Work(batch=32, steps=4), 40, 32 * (4 + 4) + 4 * (40 + 40)),
+        (Work(batch=32, steps=5), 1, 32 * (4 + 5) + 4 * 5),
+    ],
+)
+def test_a_load_is_a_client_its_steps_and_its_samples(work: Work, samples: int, quarters: int) -> None:
+    assert load(work, 0, 1, 0, samples) == quarters
+
+
+def test_clients_are_placed_by_their_loads_and_weighed_by_their_samples() -> None:
+    # the large one has 448 to do and the small ones 164 each
     sizes = np.array([64, 1, 1, 1])
     cohort = draw(0, 1, sizes, 4, 2, Work(batch=32))
-    assert cohort.ranks == (0, 1, 1, 0) and cohort.weights == (64, 1, 1, 1)
-    # so many steps for everyone: they go round the ranks, whatever they have
-    assert draw(0, 1, sizes, 4, 2, Work(steps=5)).ranks == (0, 1, 0, 1)
+    assert cohort.ranks == (0, 1, 1, 1) and cohort.weights == (64, 1, 1, 1)
+    # equal loads go round the ranks
+    assert draw(0, 1, np.full(4, 9), 4, 2, Work(steps=5)).ranks == (0, 1, 0, 1)
+
+
+def test_a_short_last_batch_makes_room() -> None:
+    # all have two steps; by steps the two large ones would share a rank
+    assert draw(0, 1, np.array([64, 33, 64, 33]), 4, 2, Work(batch=32)).ranks == (0, 0, 1, 1)
 
 
 @settings(deadline=None)
@@ -135,8 +158,7 @@ def test_uneven_work_is_placed_by_what_each_client_will_really_do(
     count = data.draw(st.integers(1, len(sizes)))
     work = Work(epochs=3, batch=8, share=make_share("stragglers:0.5,0.1,0.4"))
     cohort = draw(seed, round, np.array(sizes), count, ranks, work)
-    steps = [work.count(seed, round, cid, sizes[cid]) for cid in cohort.cids]
-    assert cohort.ranks == place(steps, ranks)
+    assert cohort.ranks == place([load(work, seed, round, cid, sizes[cid]) for cid in cohort.cids], ranks)
     without = draw(seed, round, np.array(sizes), count, ranks)
     assert (cohort.cids, cohort.weights) == (without.cids, without.weights)
 
@@ -179,3 +201,18 @@ def test_homes_can_leave_a_rank_without_clients_and_another_with_all() -> None:
     cohort = draw(0, 1, np.ones(100, dtype=np.int64), 5, 2, at_home=True)
     assert cohort.cids == (29, 30, 43, 45, 93) and cohort.ranks == (1, 0, 1, 1, 1)
     assert cohort.most_on_a_rank == 4
+
+
+# Many clients
+
+
+@pytest.mark.parametrize("count", [10, 1000])
+def test_a_draw_does_not_take_memory_by_the_number_of_clients(count: int) -> None:
+    partition = Partition(np.arange(1_000_001), np.arange(1_000_000))
+    assert partition.sizes is partition.sizes and not partition.sizes.flags.writeable  # made once, not every round
+    draw(0, 1, partition.sizes, count, 2)
+    tracemalloc.start()
+    cohort = draw(0, 2, partition.sizes, count, 2)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(cohort.cids) == count and peak < 1_000_000

@@ -22,7 +22,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from PIL import Image
 
 from fedmpi.data.arrays import Arrays
 from fedmpi.data.store import Source, Tensors, load
@@ -213,6 +212,8 @@ def decoded(prefix: str, box: Box, pictures: Labelled) -> Tensors:
 
 def decode(path: Path, content: bytes) -> npt.NDArray[np.uint8]:
     """The colours of a JPEG, [64, 64, 3], a grey one's as well; one that is not sound is refused by its name."""
+    from PIL import Image  # for those who read JPEGs only
+
     try:
         with Image.open(io.BytesIO(content), formats=["JPEG"]) as image:
             if image.size == (SIDE, SIDE):
