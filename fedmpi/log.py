@@ -13,15 +13,19 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, fields
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tqdm import tqdm
 
 from .errors import unknown
 from .folder import METRICS, write
 from .rounds import Report
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 
 class Sink(Protocol):
@@ -62,9 +66,14 @@ class TensorBoard:
     """Scalars under the same names as in metrics.jsonl, nested ones with a slash."""
 
     def __init__(self, folder: Path, done: int) -> None:
+        self.folder, self.done = folder / "tensorboard", done
+
+    @cached_property
+    def writer(self) -> SummaryWriter:
+        """What writes, made when it is first used: importing it takes time, and nothing needs it before a round."""
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1)  # hides what will come again
+        return SummaryWriter(str(self.folder), purge_step=self.done + 1)  # hides what will come again
 
     def write(self, record: dict[str, Any]) -> None:
         for name, value in record.items():
@@ -74,7 +83,8 @@ class TensorBoard:
                     self.writer.add_scalar(tag, number, record["round"])
 
     def close(self) -> None:
-        self.writer.close()
+        if "writer" in vars(self):
+            self.writer.close()
 
 
 SINKS: dict[str, Callable[[Path, int], Sink]] = {"tensorboard": TensorBoard}

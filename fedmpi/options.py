@@ -33,7 +33,8 @@ ABOUT = "Train a model by federated learning. null means: chosen by the algorith
 
 def parse(arguments: list[str]) -> Config:
     """The configuration of a command line: YAML files first, then the options in their order."""
-    parser = make_parser("fedmpi train", ABOUT, Config)
+    helps = any(word.startswith(("-h", "--h", "--print")) for word in arguments)
+    parser = make_parser("fedmpi train", ABOUT, Config, helps)
     check_renaming(arguments)
     for before, word in zip(["", *arguments], arguments, strict=False):
         name, equals, value = word.partition("=") if word.startswith("--") else (before, "=", word)
@@ -47,7 +48,7 @@ def from_values(values: dict[str, Any]) -> Config:
     """The configuration with these values, groups as dicts or as dataclasses; checked like a command line."""
     tree = {k: plain(v) for k, v in values.items()}
     check_keys("fedmpi.train", tree, knobs(Config()))
-    parser = make_parser("fedmpi.train", ABOUT, Config)
+    parser = make_parser("fedmpi.train", ABOUT, Config, helps=False)
     return filled(parser, Config, lambda: parser.parse_object(tree))
 
 
@@ -60,9 +61,9 @@ def plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def make_parser(name: str, about: str, kind: type) -> jsonargparse.ArgumentParser:
-    """A parser for the fields of a dataclass."""
-    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
+def make_parser(name: str, about: str, kind: type, helps: bool = True) -> jsonargparse.ArgumentParser:
+    """A parser for the fields of a dataclass; their texts, which are read from the source, where it `helps`."""
+    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=helps)
     parser = jsonargparse.ArgumentParser(prog=name, description=about, exit_on_error=False, allow_abbrev=False)
     if kind is Config:
         parser.add_argument("--config", action="config", help="YAML file, or the name of a bundled recipe")

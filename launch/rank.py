@@ -13,13 +13,20 @@ from pathlib import Path
 FINAL = ("2", "75")
 
 
+def final_code() -> int | None:
+    """The code that says that starting again is no use, where a rank has left with one."""
+    for left in Path(os.environ["FEDMPI_CODES"]).glob("[0-9]*"):
+        if left.read_text() in FINAL:
+            return int(left.read_text())
+    return None
+
+
 def main() -> int:
     """Train as this rank and return its exit code."""
     folder = Path(os.environ["FEDMPI_CODES"])
     here = folder.is_dir()  # it is on the first node only
-    for left in folder.glob("[0-9]*"):
-        if left.read_text() in FINAL:
-            return int(left.read_text())
+    if (known := final_code()) is not None:
+        return known
 
     from fedmpi.cli import main as fedmpi
 

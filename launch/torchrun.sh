@@ -26,8 +26,7 @@ trap 'rm -rf "$FEDMPI_CODES"' EXIT
 
 # Ranks stop at the end of a round; torchrun kills those that have not left after the shutdown timeout.
 asked=0
-watch "$python" -m torch.distributed.run --standalone --nproc-per-node="$ranks" --max-restarts="$restarts" \
-    --shutdown-timeout="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120}" "$root/launch/rank.py" -- "${rest[@]}"
+watch "$python" "$root/launch/ranks.py" "$ranks" "$restarts" "${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-120}" "${rest[@]}"
 for known in 130 75 2; do
     if ((code)) && grep -qsx "$known" "$FEDMPI_CODES"/*; then
         code=$known

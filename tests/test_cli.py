@@ -74,8 +74,8 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_an_unknown_command_is_told_its_neighbour(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused(capsys, "trian") == (
-        "unknown command 'trian'; did you mean 'train'? known: cancel, compare, data, doctor, requeue, status, submit, "
-        "train"
+        "unknown command 'trian'; did you mean 'train'? known: cancel, compare, data, doctor, plan, requeue, status, "
+        "submit, train"
     )
 
 
@@ -386,8 +386,9 @@ def test_train_says_what_it_does_and_where_it_left_it(capsys: pytest.CaptureFixt
         "logistic, 435 parameters"
     )
     assert lines[1] == "tiny split iid over 8 clients, 4 a round; 1 rank (solo), 1 thread each, sum exact"
-    assert [line.split()[:2] for line in lines[2:4]] == [["round", "1/2"], ["round", "2/2"]]
-    assert lines[4:] == ["done: runs/fedyogi-gma-tiny-5"]
+    assert lines[2] == "step: contiguous, float32"
+    assert [line.split()[:2] for line in lines[3:5]] == [["round", "1/2"], ["round", "2/2"]]
+    assert lines[5:] == ["done: runs/fedyogi-gma-tiny-5"]
     assert len(metrics(Path("runs/fedyogi-gma-tiny-5"))) == 2
 
 
