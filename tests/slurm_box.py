@@ -22,12 +22,16 @@ def missing() -> list[str]:
 
 @contextlib.contextmanager
 def slurm(nodes: int = 2) -> Iterator[dict[str, str]]:
-    """The variables under which Slurm's commands talk to a cluster of that many nodes, ended on the way out."""
+    """The variables under which Slurm's commands talk to a cluster of that many nodes, ended on the way out.
+
+    MPICH is to use OFI, whose addresses are short: those of UCX are long, and Slurm 22.05 sometimes cuts them in two
+    when the ranks exchange them by pmi2. MPI then fails to start, or hangs.
+    """
     with tempfile.TemporaryDirectory(prefix="slurm-") as folder:
         box = Path(folder) / "box"
         try:
             control("up", "--quiet", "--nodes", str(nodes), "--dir", str(box))
-            yield {"SLURM_CONF": str(box / "slurm.conf")}
+            yield {"SLURM_CONF": str(box / "slurm.conf"), "MPIR_CVAR_CH4_NETMOD": "ofi"}
         finally:
             control("down", "--quiet", "--dir", str(box))
 

@@ -188,7 +188,8 @@ def test_jobs_on_two_nodes_survive_whatever_happens_to_them(
         assert run == "mpi" or 0 < lives[1]["round"] < ROUNDS, "it went on from a checkpoint"
     assert starts("mpi")[0]["comm"] == "mpi"
     assert [life["job"] for life in starts("warned")] == [jobs["warned"]] * 2
-    assert json.loads(Path("warned", "lives.jsonl").read_text())["round"] == starts("warned")[1]["round"]
+    first, *_ = Path("warned", "lives.jsonl").read_text().splitlines()  # Slurm may end one more before it has begun
+    assert json.loads(first)["round"] == starts("warned")[1]["round"]
 
     seen = until(lambda: (s := look(Path("unread")))["state"] == "failed" and s, "the end of a run that has no data")
     assert "exit code 2; not started again" in seen["why"] and "nowhere" in "\n".join(seen["error"])
