@@ -10,7 +10,8 @@ The all-reduce leaves its result on every rank too. Both are run in turn; each t
 ranks' times, and the median over the turns is printed.
 
 Cases: float32 and exact with five clients a rank, and float32 with one client a rank, where no votes need to travel.
-On one node the ranks share memory; --send makes them send, as they do between nodes.
+On one node the ranks share memory; --send makes them send, as they do between nodes (benchmarks/link.py has a link
+between them), and adds a case with bf16 on the wire.
 """
 
 from __future__ import annotations
@@ -36,8 +37,14 @@ from fedmpi.local import sgd
 from fedmpi.masks import MASKS, make_mask
 from fedmpi.rounds import Clock, Delivery, State, move_model
 from fedmpi.server import ServerKnobs, make_server
+from fedmpi.wire import nothing_unsent
 
-CASES = {"float32": ("float32", 5), "float32, one client a rank": ("float32", 1), "exact": ("exact", 5)}
+CASES = {
+    "float32": ("float32", 5, "float32"),
+    "float32, one client a rank": ("float32", 1, "float32"),
+    "exact": ("exact", 5, "float32"),
+    "bf16 on the wire": ("float32", 5, "bf16"),
+}
 
 
 def plain_all_reduce(comm: Comm, x: torch.Tensor) -> Callable[[], object]:
@@ -62,19 +69,22 @@ def slowest(comm: Comm, work: Callable[[], object]) -> float:
     return float(times.max())
 
 
-def masked(comm: Comm, params: int, how: str, clients: int, mask: str) -> Callable[[], object]:
+def masked(comm: Comm, params: int, how: str, clients: int, mask: str, wire: str = "float32") -> Callable[[], object]:
     """One masked aggregation over tallies that are already filled."""
     layout = Layout((), params, params, ())
     length = layout.padded(comm.size)
     algorithm = Algorithm(sgd(0.01), make_mask(mask, 0.4), make_server("sgd", ServerKnobs()))
-    ledger = Ledger(comm, algorithm, layout, clients * comm.size, how, clients * comm.size)
+    model_N = comm.vector(length // comm.size)
+    everybody = clients * comm.size
+    ledger = Ledger(comm, algorithm, layout, everybody, how, everybody, wire=wire, model_N=model_N)
     total = 600 * clients * comm.size
     ledger.deltas.clear(total)
     rng = torch.Generator().manual_seed(comm.rank)
     for _ in range(clients):
         ledger.deltas.add(torch.randn(length, generator=rng) * 1e-3, 600)
-    state = State(0, comm.vector(length // comm.size), torch.zeros(0, dtype=torch.int64), {})
-    delivery = Delivery(total, 0.0, tuple(range(clients * comm.size)), ())
+    unsent = nothing_unsent(model_N, length // comm.size) if wire == "bf16" else {}
+    state = State(0, model_N, torch.zeros(0, dtype=torch.int64), {}, unsent=unsent)
+    delivery = Delivery(total, 0.0, tuple(range(everybody)), ())
     return lambda: move_model(state, algorithm, delivery, ledger, comm, params, clients == 1, Clock())
 
 
@@ -82,8 +92,10 @@ def measure(comm: Comm, params: int, turns: int, mask: str) -> list[dict[str, ob
     """The rows of one transport on one number of ranks."""
     plain = plain_all_reduce(comm, torch.zeros(params))
     rows = []
-    for case, (how, clients) in CASES.items():
-        work = masked(comm, params, how, clients, mask)
+    for case, (how, clients, wire) in CASES.items():
+        if wire == "bf16" and comm.node is not None:
+            continue  # what is shared is not rounded
+        work = masked(comm, params, how, clients, mask, wire)
         for warm_up in (plain, work):
             slowest(comm, warm_up)
         pairs = [(slowest(comm, plain), slowest(comm, work)) for _ in range(turns)]

@@ -88,6 +88,32 @@ def test_the_benchmark_of_the_collective_prints_its_ratios(send: list[str]) -> N
     assert all(r["ratio"] > 0 and r["shared_memory"] == (not send) for r in rows)
 
 
+@pytest.mark.launchers
+def test_every_benchmark_explains_itself_and_is_in_the_documents() -> None:
+    scripts = sorted((REPO / "benchmarks").glob("*.py"))
+    listed = (REPO / "docs" / "speed.md").read_text(encoding="utf-8")
+    started = {
+        script.name: subprocess.Popen(
+            [sys.executable, str(script), "--help"], env=rank_environment(), stdout=subprocess.PIPE, text=True
+        )
+        for script in scripts
+    }
+    for name, process in started.items():
+        out, _ = process.communicate(timeout=200)
+        assert process.returncode == 0 and f"benchmarks/{name}" in out, name
+        assert name in listed, name
+    done = subprocess.run(
+        [sys.executable, str(REPO / "benchmarks" / "step.py"), "--models", "logistic", "--seconds", "0.1", "--json"],
+        env=rank_environment(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = {row["path"]: row for row in map(json.loads, done.stdout.splitlines())}
+    assert rows["plain"]["ratio"] == 1.0 and rows["contiguous"]["ratio"] > 0
+
+
 def test_the_script_of_the_figures_draws_runs_and_refuses_what_is_none(tmp_path: Path) -> None:
     with sandbox():
         train(settings_of(tmp_path / "run", rounds=3))

@@ -1,0 +1,247 @@
+"""How fast is a client's step? Its time by each path as a ratio to a plain loop's in the same run.
+
+    python benchmarks/step.py                                         # all models, one thread, batches of 32
+    python benchmarks/step.py --models lenet --paths channels_last compiled --json
+
+The plain loop is what one writes first: load the global weights, torch.optim.SGD with momentum, autograd, weights in
+the usual layout, then the difference. Each path does the same work by fedmpi's code: a job, its rule, its delta.
+
+    contiguous, channels_last    how weights and images lie in memory
+    bf16                         the model's own layout under autocast (minutes a step where a processor has no bf16 and
+                                 the model is large: there it must be asked for)
+    compiled                     the model's own layout behind torch.compile; building takes a minute or more a model,
+                                 so it must be asked for
+    together                     2, 5 and 10 clients at once as one stacked model, a client's share of the time
+
+All paths take turns; each turn gives a ratio, and the median and the quartiles over the turns are printed. With one
+thread, which is the default, the processor's time is measured, so that others on the machine disturb less. A path that
+is not for a model says why. `*` marks what the model's row has as its default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fedmpi.data import Arrays, Partition
+from fedmpi.errors import UserError
+from fedmpi.local import sgd
+from fedmpi.models import MODELS, make_model
+from fedmpi.paths import PLAIN, Path, try_path
+from fedmpi.task import Task
+from fedmpi.together import Together
+from fedmpi.work import Work
+
+LR, MOMENTUM, BATCH, CLIENTS = 0.01, 0.9, 32, 10
+PATHS = ("contiguous", "channels_last", "bf16", "compiled", "together")
+LARGE = 0.2  # seconds a plain step: such a model fills the machine alone, so no more than 2 of it are stacked
+SLOW = 4  # times the plain step, at the first try: then that one has to do
+CPU = torch.device("cpu")
+
+Client = Callable[[], object]
+"""trains one client, or as many as there are at once"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, random data for it, and how many steps a client takes."""
+
+    name: str
+    steps: int
+    arrays: Arrays
+    partition: Partition
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        return make_model(self.name, MODELS[self.name], self.arrays.offers, self.arrays.name)
+
+    def task(self, channels_last: bool, path: Path = PLAIN, together: int = 1) -> Task:
+        """The case by a path; a `UserError` where it is not for the model."""
+        given = (self.model(), self.arrays, self.partition, 0, CPU, 1, channels_last)
+        if together > 1:
+            stack = Together(*given, clients=together)
+            stack.check(self.name, next(stack.feed.test([torch.arange(2)])))
+            return stack
+        task = Task(*given, path=path)
+        try_path(task, self.name, next(task.feed.test([torch.arange(2)])), BATCH)
+        return task
+
+
+def make_case(name: str) -> Case:
+    """Grey images of 28x28, colour images of 32x32, or lines of 80 characters, for ten clients."""
+    steps = 1 if name.startswith("resnet") else 5 if name == "gru" else 20
+    count, rng = CLIENTS * steps * BATCH, torch.Generator().manual_seed(1)
+    if name == "gru":
+        x = torch.randint(0, 80, (count, 80), generator=rng, dtype=torch.uint8)
+        y = torch.randint(0, 80, (count,), generator=rng)
+        arrays = Arrays("lines", 80, x, y, x[:2], y[:2], tokens=80)
+    else:
+        shape = (3, 32, 32) if name.startswith("resnet") else (1, 28, 28)
+        x = torch.randint(0, 256, (count, *shape), generator=rng, dtype=torch.uint8)
+        y = torch.randint(0, 10, (count,), generator=rng)
+        arrays = Arrays("images", 10, x, y, x[:2], y[:2], (0.5,) * shape[0], (0.25,) * shape[0])
+    return Case(name, steps, arrays, Partition(np.arange(CLIENTS + 1) * steps * BATCH, np.arange(count)))
+
+
+def plain_lenet(dropout: float) -> nn.Module:
+    """LeNet as one writes it first; the other models are the same module either way."""
+    first = [nn.Conv2d(1, 6, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2)]
+    middle = [nn.Flatten(), nn.Linear(400, 120), nn.ReLU(), nn.Dropout(dropout), nn.Linear(120, 84), nn.ReLU()]
+    return nn.Sequential(*first, *middle, nn.Dropout(dropout), nn.Linear(84, 10))
+
+
+def plain_loop(case: Case) -> Client:
+    """A client by hand."""
+    arrays, client = case.arrays, case.partition.of(0)
+    model = plain_lenet(0.5 * (case.name == "cnn")) if case.name in ("lenet", "cnn") else case.model()
+    images, shape = arrays.mean != (), (1, -1, 1, 1)
+    mean, std = (255 * torch.tensor(v).view(shape) if images else None for v in (arrays.mean, arrays.std))
+    start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    rng = np.random.default_rng(0)
+
+    def run() -> dict[str, torch.Tensor]:
+        model.load_state_dict(start)
+        model.train()
+        optimizer = torch.optim.SGD(model.parameters(), LR, MOMENTUM)
+        order = torch.from_numpy(client[rng.permutation(len(client))])
+        for samples in torch.split(order, BATCH):
+            x, y = arrays.x[samples], arrays.y[samples]
+            x = (x.float() - mean) / std if mean is not None and std is not None else x.long()
+            optimizer.zero_grad()
+            torch.autograd.backward(F.cross_entropy(model(x), y))
+            optimizer.step()
+        return {name: tensor - start[name] for name, tensor in model.state_dict().items()}
+
+    return run
+
+
+def by_fedmpi(case: Case, task: Task, clients: int = 1) -> Client:
+    """Clients by fedmpi's code."""
+    rule, work = sgd(LR, MOMENTUM), Work(batch=BATCH)
+    start_N, ints = task.start()
+
+    def train(seat: Task, cid: int) -> object:
+        job = seat.job(start_N, ints, 1, cid, work)
+        return job.finish(rule(job))
+
+    @torch.no_grad()
+    def run() -> list[object]:
+        return list(task.each(range(clients), train))
+
+    return run
+
+
+def make_paths(
+    case: Case, names: list[str], at_once: list[int]
+) -> tuple[dict[str, tuple[Client, int]], dict[str, str]]:
+    """Each path's client with the steps that it takes, and why others are not for the model."""
+    ways: dict[str, Callable[[], tuple[Task, int]]] = {}
+    usual = MODELS[case.name].channels_last
+    if case.name not in ("gru", "logistic"):  # they have no convolution: one layout
+        ways["channels_last" + " *" * usual] = lambda: (case.task(True), 1)
+    ways["contiguous" + " *" * (not usual)] = lambda: (case.task(False), 1)
+    ways["bf16"] = lambda: (case.task(usual, Path("bf16")), 1)
+    ways["compiled"] = lambda: (case.task(usual, Path(compile="default")), 1)
+    for k in at_once:
+        ways[f"together {k}"] = lambda k=k: (case.task(usual, together=k), k)
+    paths, refused = {}, {}
+    for name, make in ways.items():
+        if name.split()[0] not in names:
+            continue
+        try:
+            task, clients = make()
+        except UserError as why:
+            refused[name.split()[0]] = str(why)
+            continue
+        paths[name] = by_fedmpi(case, task, clients), clients * case.steps
+    return paths, refused
+
+
+def measure(name: str, wanted: list[str] | None, seconds: float) -> list[dict[str, object]]:
+    """The rows of one model."""
+    case = make_case(name)
+    plain, began = plain_loop(case), time.perf_counter()
+    plain()
+    large = (time.perf_counter() - began) / case.steps > LARGE
+    usual = [path for path in PATHS if path != "compiled" and not (large and path == "bf16")]
+    paths, refused = make_paths(case, wanted or usual, [2] if large else [2, 5, 10])
+    runs = {"plain": (plain, case.steps)} | paths
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+
+    def a_step(path: str) -> float:
+        run, steps = runs[path]
+        started = clock()
+        run()
+        return (clock() - started) / steps
+
+    first = {path: a_step(path) for path in runs}  # to warm up
+    slow = [path for path in runs if first[path] > SLOW * first["plain"]]
+    times: dict[str, list[float]] = {path: [] for path in runs}
+    began = time.perf_counter()
+    while len(times["plain"]) < 3 or time.perf_counter() - began < seconds:
+        for path in runs:
+            times[path].append(first[path] if path in slow else a_step(path))
+    rows: list[dict[str, object]] = []
+    for path, taken in times.items():
+        ratios = sorted(ours / theirs for ours, theirs in zip(taken, times["plain"], strict=True))
+        rows.append(
+            {
+                "model": name,
+                "path": path.removesuffix(" *"),
+                "default": path.endswith("*"),
+                "ratio": round(statistics.median(ratios), 3),
+                "ratio_quartiles": [round(ratios[len(ratios) * k // 4], 3) for k in (1, 3)],
+                "step_ms": round(1e3 * statistics.median(taken), 2),
+                "turns": 1 if path in slow else len(taken),
+            }
+        )
+    rows += [{"model": name, "path": path, "default": False, "refused": why} for path, why in refused.items()]
+    return rows
+
+
+def show(row: dict[str, object]) -> str:
+    """A row in words."""
+    head = f"{row['model']:12} {row['path']}{' *' * bool(row['default']):2}".ljust(30)
+    if "refused" in row:
+        return f"{head} {row['refused']}"
+    return f"{head} ratio {row['ratio']:5.2f}  quartiles {row['ratio_quartiles']}  {row['step_ms']} ms a step"
+
+
+def positive(word: str) -> float:
+    """A number above 0."""
+    try:
+        value = float(word)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"'{word}' must be a number above 0")
+    return value
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS))
+    parser.add_argument(
+        "--paths", nargs="+", choices=PATHS, help="all but compiled (and bf16 for large models) where none is named"
+    )
+    parser.add_argument("--seconds", type=positive, default=8.0, help="to measure a model for, in 3 turns or more")
+    parser.add_argument("--threads", type=lambda word: int(positive(word)), default=1)
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    for name in options.models:
+        for row in measure(name, options.paths, options.seconds):
+            print(json.dumps(row) if options.json else show(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()
