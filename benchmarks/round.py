@@ -91,6 +91,7 @@ def start(name: str, python: str, script: str, arguments: tuple[str, ...], job: 
     paths = os.pathsep.join([str(HERE / "peers"), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
     environ = os.environ | {"OMP_NUM_THREADS": "1", "FEDMPI_JOB": str(job), "PYTHONPATH": paths, **extra}
     environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(RANKS)}
+    environ |= {"GLOO_SOCKET_IFNAME": "lo"} if "GLOO_SOCKET_IFNAME" not in os.environ else {}
     ranks = []
     for rank in range(RANKS):
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(RANKS)}
@@ -144,7 +145,7 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
             words = (*VARIANTS[name], *options.fedmpi)
             programs.append(start(name, sys.executable, "fedmpi_round.py", words, folder, **extra))
         if options.peer:
-            programs.append(start("pfl", options.peer, "pfl_round.py", (), folder))
+            programs.append(start("pfl", options.peer, "pfl_round.py", (), folder, TORCHELASTIC_RUN_ID="round"))
         for program in programs:
             stack.callback(program.end)
         for program in programs:

@@ -102,7 +102,7 @@ class ModelJob:
         """The gradient of the batch's mean loss at x_P."""
         with self.standing_at(x_P):
             loss = self.task.gradient(batch)
-        self.loss_sum.add_(loss * len(batch.samples))
+        self.loss_sum.add_(loss, alpha=len(batch.samples))
         self.seen += len(batch.samples)
         return self.task.grad_P
 

@@ -38,15 +38,19 @@ def make(
     torch.manual_seed(seed)
     conv = nn.Conv2d(channels, kernels, kernel, padding=padding).double()
     x = torch.randn(images, channels, side, side + 1, dtype=torch.float64, requires_grad=True)
-    return conv, x, torch.randn_like(plain(x, conv.weight, conv.bias, padding))
+    return conv, x, torch.randn_like(by_torch(x, conv))
 
 
 def both(conv: nn.Conv2d, x: Tensor, ahead: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     """Output and gradients: ours, and torch's."""
     inputs = [x, conv.weight, conv.bias] if x.requires_grad else [conv.weight, conv.bias]
-    outs = conv_pool_relu(conv, x), plain(x, conv.weight, conv.bias, int(conv.padding[0]))
+    outs = conv_pool_relu(x, conv), by_torch(x, conv)
     ours, theirs = ([out, *torch.autograd.grad(out, inputs, ahead)] for out in outs)
     return ours, theirs
+
+
+def by_torch(x: Tensor, *convs: nn.Conv2d) -> Tensor:
+    return plain(x, [int(conv.padding[0]) for conv in convs], [p for conv in convs for p in (conv.weight, conv.bias)])
 
 
 def close(ours: list[Tensor], theirs: list[Tensor]) -> bool:
@@ -69,6 +73,45 @@ def test_any_shape_gives_what_torch_gives(
     images: int, channels: int, side: int, kernels: int, kernel: int, padding: int, seed: int
 ) -> None:
     assert close(*both(*make(images, channels, side, kernels, kernel, padding, seed)))
+
+
+def chain() -> tuple[list[nn.Conv2d], Tensor]:
+    """Three layers behind each other, with odd and even borders and sides, and images for them."""
+    torch.manual_seed(4)
+    convs = [nn.Conv2d(2, 4, 5, padding=1), nn.Conv2d(4, 3, 3, padding=2), nn.Conv2d(3, 5, 3)]
+    return [conv.double() for conv in convs], torch.randn(3, 2, 23, 26, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.parametrize("frozen", [(), (0,), (0, 1, 2, 3), (1, 4), (2, 3), (0, 5, 6), (3, 4, 5, 6)])
+def test_layers_behind_each_other_give_what_torch_gives(frozen: tuple[int, ...]) -> None:
+    """Whatever of images, weights and biases is trained; numbers are those of images and parameters in turn."""
+    convs, x = chain()
+    inputs = [x, *(p for conv in convs for p in (conv.weight, conv.bias))]
+    for number in frozen:
+        inputs[number].requires_grad_(False)
+    wanted = [t for t in inputs if t.requires_grad]
+    outs = conv_pool_relu(x, *convs), by_torch(x, *convs)
+    ahead = torch.randn_like(outs[1])
+    ours, theirs = ([out, *torch.autograd.grad(out, wanted, ahead)] for out in outs)
+    assert close(ours, theirs) and all(t.any() for t in ours)
+    with torch.no_grad():
+        assert close([conv_pool_relu(x, *convs)], [outs[1]])
+    assert len(Room.spare) == len(convs)
+
+
+def test_layers_behind_each_other_can_be_differentiated_again() -> None:
+    convs, x = chain()
+    inputs = [x, *(p for conv in convs for p in (conv.weight, conv.bias))]
+
+    def twice(out: Tensor) -> list[Tensor]:
+        once = torch.autograd.grad(out, inputs, out.detach(), retain_graph=True)
+        again = torch.autograd.grad(out, inputs, out.detach(), retain_graph=True)  # the rooms are others' by now
+        assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
+        curved = torch.autograd.grad(out, inputs, out.detach(), create_graph=True)
+        total = sum((g.square().sum() for g in curved), torch.zeros(()).double())
+        return [*once, *torch.autograd.grad(total, inputs[:-1])]
+
+    assert close(twice(conv_pool_relu(x, *convs)), twice(by_torch(x, *convs)))
 
 
 def test_images_that_want_no_gradient_get_none() -> None:
@@ -96,8 +139,8 @@ def test_second_derivatives_are_those_of_torch() -> None:
         total = sum((g.square().sum() for g in grads[:2]), torch.zeros(()).double())
         return list(torch.autograd.grad(total, inputs[:2]))
 
-    ours = curvature(conv_pool_relu(conv, x))
-    theirs = curvature(plain(x, conv.weight, conv.bias, 0))
+    ours = curvature(conv_pool_relu(x, conv))
+    theirs = curvature(by_torch(x, conv))
     assert all(g.abs().max() > 0 for g in ours)
     assert close(ours, theirs)
 
@@ -105,11 +148,11 @@ def test_second_derivatives_are_those_of_torch() -> None:
 def test_a_graph_can_be_gone_through_twice_and_beside_others() -> None:
     """Memory is used again by later calls: what an earlier one has kept must not be theirs."""
     conv, x, ahead = make()
-    out = conv_pool_relu(conv, x)
-    later = conv_pool_relu(conv, 2 * x)
+    out = conv_pool_relu(x, conv)
+    later = conv_pool_relu(2 * x, conv)
     inputs = [x, conv.weight, conv.bias]
     first = torch.autograd.grad(out, inputs, ahead, retain_graph=True)
-    others = [conv_pool_relu(conv, factor * x) for factor in (3, 4)]  # one of them where the first one was
+    others = [conv_pool_relu(factor * x, conv) for factor in (3, 4)]  # one of them where the first one was
     torch.autograd.grad(later, inputs, ahead)
     again = torch.autograd.grad(out, inputs, ahead, retain_graph=True)
     curved = torch.autograd.grad(out, inputs, ahead, create_graph=True)
@@ -117,7 +160,7 @@ def test_a_graph_can_be_gone_through_twice_and_beside_others() -> None:
     assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(first, again, once_more, strict=True))
     assert close([*first], [*curved])
     for factor, other in zip((3, 4), others, strict=True):
-        theirs = torch.autograd.grad(plain(factor * x, conv.weight, conv.bias, 0), inputs, ahead)
+        theirs = torch.autograd.grad(by_torch(factor * x, conv), inputs, ahead)
         assert close([*torch.autograd.grad(other, inputs, ahead)], [*theirs])
     assert close([out, *first], both(conv, x, ahead)[1])
 
@@ -127,13 +170,13 @@ def test_what_was_returned_stays_as_it_is() -> None:
     inputs = [x, conv.weight, conv.bias]
     returned = []
     for factor in (1, 2, 3):
-        out = conv_pool_relu(conv, factor * x)
+        out = conv_pool_relu(factor * x, conv)
         returned.append([out, *torch.autograd.grad(out, inputs, ahead)])
     copies = [[t.clone() for t in some] for some in returned]
     for factor in (4, 5):
-        torch.autograd.grad(conv_pool_relu(conv, factor * x), inputs, ahead)
+        torch.autograd.grad(conv_pool_relu(factor * x, conv), inputs, ahead)
         with torch.no_grad():
-            conv_pool_relu(conv, factor * x)
+            conv_pool_relu(factor * x, conv)
     assert all(
         torch.equal(a, b) for some, kept in zip(returned, copies, strict=True) for a, b in zip(some, kept, strict=True)
     )
@@ -158,7 +201,7 @@ def test_rooms_are_used_again_and_few_are_kept() -> None:
         both(*make(images=images))
     assert len(Room.spare) == SPARE
     assert [room.key[0][0] for room in Room.spare] == list(range(4, SPARE + 4)), "the last ones"
-    outs = [conv_pool_relu(conv, x) for _ in range(SPARE + 3)]
+    outs = [conv_pool_relu(x, conv) for _ in range(SPARE + 3)]
     for out in outs:
         torch.autograd.grad(out, [x], ahead)
     assert len(Room.spare) == SPARE
@@ -167,15 +210,15 @@ def test_rooms_are_used_again_and_few_are_kept() -> None:
 def test_many_images_go_through_in_parts_where_no_gradient_is_wanted() -> None:
     conv, x, _ = make(images=2 * AT_ONCE + 3)
     with torch.inference_mode():
-        assert torch.allclose(conv_pool_relu(conv, x), plain(x, conv.weight, conv.bias, 0))
+        assert torch.allclose(conv_pool_relu(x, conv), by_torch(x, conv))
     assert sorted({room.key[0][0] for room in Room.spare}) == [3, AT_ONCE]
-    assert len(conv_pool_relu(conv, x)) == 2 * AT_ONCE + 3
+    assert len(conv_pool_relu(x, conv)) == 2 * AT_ONCE + 3
 
 
 def test_training_goes_on_where_evaluation_has_been() -> None:
     conv, x, ahead = make()
     with torch.inference_mode():
-        conv_pool_relu(conv, x)
+        conv_pool_relu(x, conv)
     assert close(*both(conv, x, ahead))
     assert len(Room.spare) == 1
 
@@ -200,10 +243,10 @@ def test_other_cases_take_the_plain_operations(how: str, monkeypatch: pytest.Mon
     if how == "autocast":
         with torch.autocast("cpu", torch.bfloat16):
             assert not takes(x, conv.weight)
-            assert conv_pool_relu(conv, x).dtype == torch.bfloat16
+            assert conv_pool_relu(x, conv).dtype == torch.bfloat16
     elif how == "vmap":
-        assert torch.vmap(lambda one: conv_pool_relu(conv, one))(x[None]).shape[0] == 1
+        assert torch.vmap(lambda one: conv_pool_relu(one, conv))(x[None]).shape[0] == 1
     else:
         kind = {"dtype": torch.bfloat16} if how == "half" else {"device": "meta"}
-        conv_pool_relu(conv.to(**kind), x.to(**kind))
+        conv_pool_relu(x.to(**kind), conv.to(**kind))
     assert convpool.takes(torch.zeros(1), torch.zeros(1)), "and this case would not"

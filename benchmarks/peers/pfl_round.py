@@ -17,6 +17,7 @@ from pfl.data.dataset import Dataset
 from pfl.data.federated_dataset import FederatedDataset
 from pfl.data.sampling import get_user_sampler
 from pfl.hyperparam import NNEvalHyperParams, NNTrainHyperParams
+from pfl.internal.ops.selector import get_default_framework_module
 from pfl.metrics import Metrics, Weighted
 from pfl.model.pytorch import PyTorchModel
 
@@ -37,6 +38,9 @@ class Gate(TrainingProcessCallback):
 
 def main() -> None:
     torch.set_num_threads(1)
+    ranks = get_default_framework_module().distributed.world_size  # settled when pfl is imported
+    if str(ranks) != os.environ["WORLD_SIZE"]:
+        raise SystemExit(f"pfl sees {ranks} processes, not {os.environ['WORLD_SIZE']}: each would train all clients")
     of = job()
     x, y = samples(of)
     users = [Dataset([x[owned], y[owned]]) for owned in clients(of, len(y))]
@@ -63,6 +67,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    os.environ["TORCHELASTIC_RUN_ID"] = "round"  # or it looks for no other processes
     main()

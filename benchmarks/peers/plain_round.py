@@ -5,8 +5,6 @@ NCHW images, torch.optim.SGD with momentum, copies of the state dict, one all-re
 
 from __future__ import annotations
 
-import os
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -45,5 +43,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     main()

@@ -1,20 +1,24 @@
-"""Convolution, 2x2 max pooling and ReLU as one function, made for small images on a CPU.
+"""Convolutions, each with 2x2 max pooling and ReLU behind it, as one function, made for small images on a CPU.
 
 The four outputs that a pool looks at belong to four positions of the kernel in one window that is larger by one. So a
-convolution with O kernels of k x k and the pooling behind it are a product of windows of (k+1) x (k+1), taken at every
-second pixel, with 4 O kernels, which are the O kernels at their four positions with zeros beside them; and then the
-largest of four blocks of rows:
+convolution with O kernels of k x k and the pooling behind it are products of windows of (k+1) x (k+1), taken at every
+second pixel, with the kernels at their left and at their right position, a column of zeros beside them. The upper and
+the lower position are the same kernels on the first and on the last k lines of the windows:
 
-    S  [K, L]      the windows: K = (k+1)^2 * channels, L = pooled outputs of all images
-    W  [4, O, K]   the kernels at their four positions
-    Y = W S        [4, O, L]     pooled[o, l] = max over the four of Y[:, o, l], plus bias[o]
+    S  [k+1, k+1, C, L]    the windows of C channels, L = pooled outputs of all images
+    W  [2, O, k, k+1, C]   the kernels, left and right
+    Y  [2, 2, O, L]        Y[0] = W S[:k], Y[1] = W S[1:];  pooled[o, l] = max over the four of Y[:, :, o, l], + bias[o]
 
-Backwards it is two such products. That makes nearly half as many multiplications again, but products of matrices run
-several times as fast as convolutions of few channels, and no index is needed to remember which of the four it was.
-In memory the images of a batch lie side by side, element by element ([channel, row, column, image]): a window is then
-copied in runs as long as the batch, and what comes out lies as the next layer takes it. For LeNet with batches of 32
-on one thread, convolutions and poolings take well under half of their time (benchmarks/step.py). At that size a call of
-torch costs as much as its arithmetic, so memory and views are made once for a shape and used again.
+Backwards there are such products too. That is a fifth more multiplications, and for the gradient of W, where one large
+product beats two, nearly half as many again; but products of matrices run several times as fast as convolutions of few
+channels, and no index is needed to remember which of the four it was.
+
+In memory the images of a batch lie side by side, element by element, and lines and columns with even numbers apart from
+those with odd ones: [channel, even or odd, line, even or odd, column, image]. So what a window takes at one of its
+places is a run as long as a line of outputs of all images, and what comes out lies as the next layer takes it. For
+LeNet with batches of 32 on one thread, this takes well under half of the time of torch's own operations
+(benchmarks/step.py). At that size a call of torch costs as much as its arithmetic: so memory and views are made once
+for a shape and used again, and layers behind each other are one function.
 
 At a tie the gradient goes to the first of the four, as with torch's max_pool2d. Second derivatives, other devices,
 autocast, compilation and vmap take the plain operations.
@@ -23,7 +27,8 @@ autocast, compilation and vmap take the plain operations.
 from __future__ import annotations
 
 import threading
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,22 +40,30 @@ SPARE = 8  # rooms that are kept
 AT_ONCE = 64  # images, where no gradient is wanted: more would not stay in the cache
 
 
-def conv_pool_relu(conv: nn.Conv2d, x: Tensor) -> Tensor:
-    """relu(max_pool2d(conv(x), 2)), for a convolution with a bias and with square kernels of an odd side."""
-    assert conv.bias is not None, "the products add one"
-    padding = int(conv.padding[0])
-    if takes(x, conv.weight):
-        if not torch.is_grad_enabled():
-            parts = [forward_alone(some, conv.weight, conv.bias, padding) for some in torch.split(x, AT_ONCE)]
-            return parts[0] if len(parts) == 1 else torch.cat(parts)
-        out: Tensor = ConvPoolRelu.apply(x, conv.weight, conv.bias, padding)  # type: ignore[no-untyped-call]
+def conv_pool_relu(x: Tensor, *convs: nn.Conv2d) -> Tensor:
+    """relu(max_pool2d(conv(x), 2)) for one convolution after another, each with a bias and square kernels of an odd
+    side."""
+    paddings = tuple(int(conv.padding[0]) for conv in convs)
+    params = [p for conv in convs for p in (conv.weight, conv.bias) if p is not None]
+    assert len(params) == 2 * len(convs), "the products add a bias"
+    if not takes(x, params[0]):
+        return plain(x, paddings, params)
+    if torch.is_grad_enabled():
+        out: Tensor = ConvPoolRelu.apply(x, paddings, *params)  # type: ignore[no-untyped-call]
         return out
-    return plain(x, conv.weight, conv.bias, padding)
+    parts = []
+    for some in torch.split(x, AT_ONCE):
+        layers, out = forward(some, paddings, params)
+        leave(layers)
+        parts.append(out)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def plain(x: Tensor, weight: Tensor, bias: Tensor, padding: int) -> Tensor:
+def plain(x: Tensor, paddings: Sequence[int], params: Sequence[Tensor]) -> Tensor:
     """The same by torch's own operations. ReLU follows the pooling: the same function on a quarter of the elements."""
-    return F.relu(F.max_pool2d(F.conv2d(x, weight, bias, padding=padding), 2))
+    for padding, weight, bias in zip(paddings, params[::2], params[1::2], strict=True):
+        x = F.relu(F.max_pool2d(F.conv2d(x, weight, bias, padding=padding), 2))
+    return x
 
 
 def takes(x: Tensor, weight: Tensor) -> bool:
@@ -65,49 +78,84 @@ def takes(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-class ConvPoolRelu(torch.autograd.Function):
-    """See the head of this file."""
+class Layer(NamedTuple):
+    """What a layer has computed: where, at which turn of that room, and what came out [O, L]."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, padding: int) -> Tensor:
+    room: Room
+    turn: int
+    pooled: Tensor
+
+
+def forward(x: Tensor, paddings: Sequence[int], params: Sequence[Tensor]) -> tuple[list[Layer], Tensor]:
+    """The layers, each in a room that nobody else has, and the output of the last."""
+    layers: list[Layer] = []
+    for padding, weight, bias in zip(paddings, params[::2], params[1::2], strict=True):
         room = Room.free(x.shape, weight.shape, padding, x.dtype)
         pooled = room.forward(x, weight, bias)
-        ctx.save_for_backward(x, weight, bias)
-        ctx.room, ctx.turn, ctx.pooled = room, room.turn, pooled
-        return pooled.view(room.out).permute(3, 0, 1, 2)
+        layers.append(Layer(room, room.turn, pooled))
+        x = pooled.view(room.out).permute(3, 0, 1, 2)
+    return layers, x
+
+
+def leave(layers: Sequence[Layer]) -> None:
+    """Let others have the rooms."""
+    for layer in layers:
+        layer.room.leave()
+
+
+class ConvPoolRelu(torch.autograd.Function):
+    """See the head of this file. The parameters are weight and bias of each layer in turn."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, paddings: tuple[int, ...], *params: Tensor) -> Tensor:
+        ctx.layers, out = forward(x, paddings, params)
+        ctx.paddings = paddings
+        ctx.save_for_backward(x, *params)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,), needed, room, inputs = grads, ctx.needs_input_grad[:3], ctx.room, ctx.saved_tensors
-        ours = room.turn == ctx.turn  # not so where this graph was gone through before
+        (grad,), (x, *params), layers = grads, ctx.saved_tensors, ctx.layers
+        needs_x, _, *needed = ctx.needs_input_grad
+        ours = all(layer.room.turn == layer.turn for layer in layers)  # not so where this graph was gone through before
         if torch.is_grad_enabled():  # what is returned will be differentiated
-            found = differentiable(inputs, needed, grad, room.padding)
+            to_x, to_params = differentiable(x, ctx.paddings, params, [needs_x, *needed], grad)
         else:
             if not ours:
-                room, ours = Room.free(*room.key), True
-                room.forward(*inputs)
-            found = room.backward(grad, ctx.pooled, needed)
+                (layers, _), ours = forward(x, ctx.paddings, params), True
+            to_x, to_params = backward(layers, grad, needs_x, needed)
         if ours:
-            room.leave()
-        return *found, None
+            leave(layers)
+        return to_x, None, *to_params
 
 
-def forward_alone(x: Tensor, weight: Tensor, bias: Tensor, padding: int) -> Tensor:
-    """The output, where no gradient is wanted."""
-    room = Room.free(x.shape, weight.shape, padding, x.dtype)
-    pooled = room.forward(x, weight, bias)
-    room.leave()
-    return pooled.view(room.out).permute(3, 0, 1, 2)
+Found = tuple[Tensor | None, list[Tensor | None]]
+"""the gradients of the images and of the parameters, where they were needed"""
+
+
+def backward(layers: Sequence[Layer], grad: Tensor, needs_x: bool, needed: Sequence[bool]) -> Found:
+    """The gradients, from the last layer to the first."""
+    to_x: Tensor | None = grad
+    to_params: list[Tensor | None] = []
+    for k in reversed(range(len(layers))):
+        assert to_x is not None
+        room, _, pooled = layers[k]
+        on = needs_x or any(needed[: 2 * k])  # whether anybody before it wants to know
+        to_x, *found = room.backward(to_x, pooled, (on, *needed[2 * k : 2 * k + 2]))
+        to_params = [*found, *to_params]
+        if not on:
+            return None, [None] * (2 * k) + to_params
+    return to_x, to_params
 
 
 def differentiable(
-    inputs: tuple[Tensor, ...], needed: tuple[bool, ...], grad: Tensor, padding: int
-) -> list[Tensor | None]:
+    x: Tensor, paddings: Sequence[int], params: Sequence[Tensor], needed: Sequence[bool], grad: Tensor
+) -> Found:
     """The gradients by the plain operations, with a graph behind them."""
-    x, weight, bias = inputs
-    asked = [t for t, wanted in zip(inputs, needed, strict=True) if wanted]
-    found = iter(torch.autograd.grad(plain(x, weight, bias, padding), asked, grad, create_graph=True))
-    return [next(found) if wanted else None for wanted in needed]
+    asked = [t for t, wanted in zip((x, *params), needed, strict=True) if wanted]
+    found = iter(torch.autograd.grad(plain(x, paddings, params), asked, grad, create_graph=True))
+    to_x, *to_params = (next(found) if wanted else None for wanted in needed)
+    return to_x, to_params
 
 
 Key = tuple[torch.Size, torch.Size, int, torch.dtype]
@@ -123,41 +171,48 @@ class Room:
     lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, images: torch.Size, weights: torch.Size, padding: int, dtype: torch.dtype) -> None:
-        self.key, self.padding = (images, weights, padding, dtype), padding
+        self.key: Key = images, weights, padding, dtype
         self.turn = 0  # how often it was left: who remembers another number has it no more
         count, channels, height, width = images
-        kernels, side = weights[0], weights[-1] + 1
-        rows, columns = ((length + 2 * padding - side + 2) // 2 for length in (height, width))
+        kernels, kernel = weights[0], weights[-1]
+        side, half = kernel + 1, (kernel + 1) // 2
+        rows, columns = ((length + 2 * padding - kernel + 1) // 2 for length in (height, width))
         self.out = kernels, rows, columns, count
-        self.padded = channels, height + 2 * padding, width + 2 * padding, count
-        outputs, window = rows * columns * count, side * side * channels
+        outputs, line = rows * columns * count, side * channels
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=dtype)
 
-        images_last = zeros(*self.padded)
-        self.inner = self.without_border(images_last)  # the border stays zero
-        channel, row, column, image = images_last.stride()
-        self.from_images = images_last.as_strided(  # overlapping
-            (side, side, channels, rows, columns, count), (row, column, channel, 2 * row, 2 * column, image)
-        )
-        self.windows = zeros(window, outputs)
-        self.to_windows, self.windows_t = self.windows.view(self.from_images.shape), self.windows.t()
+        # The frame: images with a border, in pairs of lines and of columns. Of an odd border one line is put to the
+        # images, and to an odd number of lines one more, so that no pair is half image and half border.
+        odd, self.edge = padding % 2, padding // 2
+        self.beside = odd, odd + width % 2, odd, odd + height % 2  # as F.pad takes it
+        pairs = [(length + 2 * odd + length % 2) // 2 + 2 * self.edge for length in (height, width)]
+        frame, summed = (zeros(channels, 2, pairs[0], 2, pairs[1], count) for _ in range(2))
+        self.inner, self.summed, self.to_inner = self.within(frame), summed, self.within(summed)
+        channel, odd_row, row, odd_column, column, _ = frame.stride()
+        shape = half, 2, half, 2, channels, rows, columns * count
+        strides = row, odd_row, column, odd_column, channel, row, 1
+        self.from_frame, to_frame = (t.as_strided(shape, strides) for t in (frame, summed))  # overlapping
+        self.windows = zeros(side * line, outputs)
+        self.to_windows, self.windows_t = self.windows.view(shape), self.windows.t()
+        self.first_lines, self.last_lines = self.windows[: kernel * line], self.windows[line:]
+        self.last_line = self.windows[kernel * line :]
         # Windows are taken 2 apart, so no two of them have the same 2 x 2 part in common.
-        parts = [(slice(i, i + 2), slice(j, j + 2)) for i in range(0, side, 2) for j in range(0, side, 2)]
-        places = [self.from_images[part] for part in parts]
-        self.parts = [
-            (self.to_windows[part], place.shape, place.stride(), place.storage_offset())
-            for part, place in zip(parts, places, strict=True)
-        ]
-        self.kernels, self.to_kernels = zeros(4 * kernels, window), zeros(4 * kernels, window)  # and their gradient
-        line, block = side * channels, kernels * window
-        shape = 2, 2, kernels, side - 1, side - 1, channels
-        strides = 2 * block + line, block + channels, window, line, channels, 1
-        self.four, self.kernels_t = self.kernels.as_strided(shape, strides), self.kernels.t()
-        self.to_four = [four for two in self.to_kernels.as_strided(shape, strides).unbind() for four in two.unbind()]
+        parts = [(i, slice(None), j) for i in range(half) for j in range(half)]
+        self.parts = [(to_frame[part], self.to_windows[part]) for part in parts]
+        size, moved = (kernels, kernel, kernel, channels), (line, channels, 1)
+        self.kernels = zeros(2 * kernels, kernel * line)
+        self.kernels_t = self.kernels.t()
+        apart = kernels * kernel * line + channels
+        self.two = self.kernels.as_strided((2, *size), (apart, kernel * line, *moved))
+        self.to_kernels = zeros(4 * kernels, side * line)
+        block = kernels * side * line
+        four = self.to_kernels.as_strided((2, 2, *size), (2 * block + line, block + channels, side * line, *moved))
+        self.to_four = [one for two in four.unbind() for one in two.unbind()]
         self.blocks, self.ahead = zeros(4 * kernels, outputs), zeros(kernels, outputs)
-        self.first, self.second = self.blocks.view(2, 2, kernels, outputs).unbind(1)
+        self.upper_two, self.lower_two = torch.split(self.blocks, 2 * kernels)
+        self.left, self.right = self.blocks.view(2, 2, kernels, outputs).unbind(1)
         self.halves, self.to_halves = zeros(2, kernels, outputs), zeros(2, kernels, outputs)
         (self.upper, self.lower), (self.to_upper, self.to_lower) = self.halves.unbind(), self.to_halves.unbind()
 
@@ -179,21 +234,23 @@ class Room:
             self.spare.append(self)
             del self.spare[:-SPARE]
 
-    def without_border(self, images_last: Tensor) -> Tensor:
-        """Images without their padding."""
-        _, tall, wide, _ = self.padded
-        pad = self.padding
-        return images_last[:, pad : tall - pad, pad : wide - pad] if pad else images_last
+    def within(self, frame: Tensor) -> Tensor:
+        """The images in a frame: [channel, pair of lines, which, pair of columns, which, image]."""
+        edge, lines, columns = self.edge, frame.shape[2], frame.shape[4]
+        return frame.permute(0, 2, 1, 4, 3, 5)[:, edge : lines - edge, :, edge : columns - edge]
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         """The pooled output [O, L]. What stays here for the way back: the windows, the kernels, and by how much the
-        second one wins: of the upper two, of the lower two, and of these."""
-        self.inner.copy_(x.permute(1, 2, 3, 0))
-        self.to_windows.copy_(self.from_images)
-        self.four.copy_(weight.permute(0, 2, 3, 1))
-        torch.mm(self.kernels, self.windows, out=self.blocks)
-        torch.maximum(self.first, self.second, out=self.halves)
-        self.second.sub_(self.first)
+        right one wins, of the upper two and of the lower two, and the lower one of these."""
+        if any(self.beside):
+            x = F.pad(x, self.beside)
+        self.inner.copy_(x.permute(1, 2, 3, 0).view(self.inner.shape))
+        self.to_windows.copy_(self.from_frame)
+        self.two.copy_(weight.permute(0, 2, 3, 1))
+        torch.mm(self.kernels, self.first_lines, out=self.upper_two)
+        torch.mm(self.kernels, self.last_lines, out=self.lower_two)
+        torch.maximum(self.left, self.right, out=self.halves)
+        self.right.sub_(self.left)
         pooled = torch.maximum(self.upper, self.lower)
         self.lower.sub_(self.upper)
         return pooled.add_(bias.unsqueeze(1)).relu_()
@@ -203,8 +260,8 @@ class Room:
         past_zero(grad.permute(1, 2, 3, 0).reshape(pooled.shape), pooled, 0, grad_input=self.ahead)
         past_zero(self.ahead, self.lower, 0, grad_input=self.to_lower)
         torch.sub(self.ahead, self.to_lower, out=self.to_upper)
-        past_zero(self.to_halves, self.second, 0, grad_input=self.second)
-        torch.sub(self.to_halves, self.second, out=self.first)
+        past_zero(self.to_halves, self.right, 0, grad_input=self.right)
+        torch.sub(self.to_halves, self.right, out=self.left)
         to_x = to_weight = to_bias = None
         if needed[1]:
             torch.mm(self.blocks, self.windows_t, out=self.to_kernels)
@@ -213,13 +270,19 @@ class Room:
         if needed[2]:
             to_bias = self.ahead.sum(1)
         if needed[0]:
-            torch.mm(self.kernels_t, self.blocks, out=self.windows)
+            torch.mm(self.kernels_t, self.upper_two, out=self.first_lines)
+            self.last_line.zero_()
+            self.last_lines.addmm_(self.kernels_t, self.lower_two)
             to_x = self.put_windows()
         return [to_x, to_weight, to_bias]
 
     def put_windows(self) -> Tensor:
         """The sum of the windows where they were taken from, as images."""
-        total = self.windows.new_zeros(self.padded)
-        for part, shape, strides, offset in self.parts:
-            total.as_strided(shape, strides, offset).add_(part)
-        return self.without_border(total).permute(3, 0, 1, 2)
+        self.summed.zero_()
+        for place, part in self.parts:
+            place.add_(part)
+        images = self.to_inner.clone(memory_format=torch.contiguous_format).flatten(1, 2).flatten(2, 3)
+        if any(self.beside):
+            left, right, top, bottom = self.beside
+            images = images[:, top : images.shape[1] - bottom, left : images.shape[2] - right]
+        return images.permute(3, 0, 1, 2)

@@ -38,8 +38,7 @@ class LeNet(nn.Module):
         self.drop = nn.Dropout(dropout)  # of 0: draws nothing
 
     def forward(self, x: Tensor) -> Tensor:
-        x = conv_pool_relu(self.conv1, x)
-        x = conv_pool_relu(self.conv2, x)
+        x = conv_pool_relu(x, self.conv1, self.conv2)
         x = self.drop(F.relu(self.fc1(x.flatten(1))))
         x = self.drop(F.relu(self.fc2(x)))
         logits: Tensor = self.fc3(x)
