@@ -65,9 +65,9 @@ def compiled(model: Callable[..., Any], mode: str) -> Callable[..., Any]:
         raise UserError(f"--step.compile is {mode}, but torch.compile: {one_line(error)}; leave it out") from error
 
 
-def describe(step: Step) -> str:
+def describe(step: Step, by_hand: bool = False) -> str:
     """The path in words, for the head of a run."""
-    words = [step.layout, step.precision]
+    words = [step.layout, step.precision] + ["gradient by hand"] * by_hand
     words += [f"compiled ({step.compile})"] if step.compile != "none" else []
     words += [f"{step.together} clients at once"] if step.together > 1 else []
     return ", ".join(words)

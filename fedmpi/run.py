@@ -643,10 +643,11 @@ def header(prepared: Prepared, task: Task, comm: Comm) -> str:
     threads = torch.get_num_threads()
     ranks = f"{comm.size} rank{'s' * (comm.size > 1)} ({comm.name}), {threads} thread{'s' * (threads > 1)} each"
     made = isinstance(prepared.given.algorithm, Algorithm)
+    step = replace(cfg.step, together=min(cfg.step.together, cfg.cohort))
     return (
         f"{'an algorithm of your own' if made else rules(cfg)}; {cfg.model}, {task.layout.params:,} parameters\n"
         f"{cfg.data} split {cfg.split} over {cfg.clients} clients, {cfg.cohort} a round{held}; {ranks}, sum {cfg.sum}\n"
-        f"step: {describe_step(replace(cfg.step, together=min(cfg.step.together, cfg.cohort)))}"
+        f"step: {describe_step(step, by_hand=task.by_hand is not None and step.together == 1)}"
     )
 
 

@@ -21,6 +21,8 @@ from .data import Data, Partition
 from .feed import Batch, make_feed
 from .flat import bind, layout_of, read_ints, write_ints
 from .local import LocalResult
+from .models.byhand import by_hand
+from .objective import cross_entropy
 from .paths import PLAIN, Path
 from .seeds import generator, torch_seed
 from .work import Work
@@ -170,9 +172,9 @@ class Task:
         length = self.layout.padded(ranks)
         self.x_N, self.delta_N = (torch.zeros(length, device=device, dtype=dtype) for _ in range(2))
         self.grad_P = torch.zeros(self.layout.params, device=device, dtype=dtype)
+        self.feed, self.goal = make_feed(data, device, dtype, workers), data.goal
         self.attach()
         self.meta = torch.from_numpy(np.zeros(0, dtype=np.int64) if meta is None else meta).to(device)
-        self.feed, self.goal = make_feed(data, device, dtype, workers), data.goal
         self.tests = choose_tests(self.feed.tests, tests)
 
     def attach(self) -> None:
@@ -182,6 +184,8 @@ class Task:
         self.spans = [span for span in self.layout.spans if span.start < self.layout.params]
         self.params = [tensors[span.name] for span in self.spans]
         self.grads = [span.view(self.grad_P) for span in self.spans]
+        plain = self.path == PLAIN and self.goal.loss is cross_entropy
+        self.by_hand = by_hand(self.model, self.params, self.grads) if plain else None
 
     def loss(self, batch: Batch, forward: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """The mean loss of a batch for the model as it is, called by way of `forward` where that is given."""
@@ -191,6 +195,10 @@ class Task:
 
     def gradient(self, batch: Batch) -> Tensor:
         """Put the gradient of a batch's mean loss into `grad_P`; returns the loss."""
+        if self.by_hand is not None:
+            x, y = self.feed.train(batch)
+            seed_layers(self.device, batch.seed)
+            return self.by_hand(x, y)
         with torch.enable_grad():
             loss = self.loss(batch)
         grads = torch.autograd.grad(loss, self.params, allow_unused=True, materialize_grads=True)

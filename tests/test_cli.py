@@ -386,7 +386,7 @@ def test_train_says_what_it_does_and_where_it_left_it(capsys: pytest.CaptureFixt
         "logistic, 435 parameters"
     )
     assert lines[1] == "tiny split iid over 8 clients, 4 a round; 1 rank (solo), 1 thread each, sum exact"
-    assert lines[2] == "step: contiguous, float32"
+    assert lines[2] == "step: contiguous, float32, gradient by hand"
     assert [line.split()[:2] for line in lines[3:5]] == [["round", "1/2"], ["round", "2/2"]]
     assert lines[5:] == ["done: runs/fedyogi-gma-tiny-5"]
     assert len(metrics(Path("runs/fedyogi-gma-tiny-5"))) == 2

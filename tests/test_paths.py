@@ -126,7 +126,7 @@ def test_auto_is_what_the_models_row_says(tmp_path: Path, asked: str, model: str
 def test_a_layout_that_is_asked_for_is_taken(tmp_path: Path, layout: str, capsys: pytest.CaptureFixture[str]) -> None:
     outcome = run(prepare(settings_of(tmp_path, model="lenet", step=Step(layout))), SoloComm(), ALONE, CPU, {})
     assert any(span.channels_last for span in outcome.task.layout.spans) == (layout == "channels_last")
-    assert f"step: {layout}, float32\n" in capsys.readouterr().out
+    assert f"step: {layout}, float32, gradient by hand\n" in capsys.readouterr().out
 
 
 def test_a_trial_decides_and_its_repetition_has_the_same_bits(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import UserError
+from .byhand import Network
 from .convpool import conv_pool_relu
 
 
@@ -36,6 +37,11 @@ class LeNet(nn.Module):
         self.fc2 = nn.Linear(120, 84)
         self.fc3 = nn.Linear(84, classes)
         self.drop = nn.Dropout(dropout)  # of 0: draws nothing
+
+    @property
+    def network(self) -> Network:
+        """What it consists of, so that its gradient can be written out (byhand.py)."""
+        return Network((self.conv1, self.conv2), (self.fc1, self.fc2, self.fc3), self.drop.p)
 
     def forward(self, x: Tensor) -> Tensor:
         x = conv_pool_relu(x, self.conv1, self.conv2)

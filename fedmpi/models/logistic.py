@@ -7,7 +7,23 @@ import math
 
 from torch import nn
 
+from .byhand import Network
+
+
+class Logistic(nn.Sequential):
+    """A linear layer on all numbers of a sample."""
+
+    def __init__(self, numbers: int, outputs: int) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(numbers, outputs))
+
+    @property
+    def network(self) -> Network:
+        """What it consists of, so that its gradient can be written out (byhand.py)."""
+        linear = self[1]
+        assert isinstance(linear, nn.Linear)
+        return Network((), (linear,))
+
 
 def logistic(shape: tuple[int, ...], classes: int = 0, outputs: int = 0) -> nn.Module:
-    """A linear layer on all numbers of a sample, with an output a class or a number to predict."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), classes or outputs))
+    """With an output a class, or a number to predict."""
+    return Logistic(math.prod(shape), classes or outputs)

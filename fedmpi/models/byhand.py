@@ -1,0 +1,95 @@
+"""The gradient of a small network without autograd, whose bookkeeping takes as long as the arithmetic of such layers.
+
+A model that has a `network` says that it consists of nothing else: convolutions, each with 2x2 max pooling and ReLU
+behind it (convpool.py), then linear layers with ReLU and dropout between them. Under the cross entropy its gradient is
+written out here: what autograd would compute, but for rounding, put where it belongs. (benchmarks/step.py: a fifth less
+time for a step of LeNet, a third less for logistic regression.)
+
+A batch of vectors is a matrix of columns here, [element, sample]. So the last convolution's output is the first linear
+layer's input as it lies in memory, and so is the gradient on the way back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from . import convpool
+from .convpool import past_zero
+
+
+@dataclass(frozen=True)
+class Network:
+    """The layers of a model in their order; dropout follows every linear layer but the last."""
+
+    convs: tuple[nn.Conv2d, ...]
+    linears: tuple[nn.Linear, ...]
+    dropout: float = 0.0
+
+    @property
+    def layers(self) -> tuple[nn.Conv2d | nn.Linear, ...]:
+        """All of them."""
+        return *self.convs, *self.linears
+
+
+def by_hand(model: nn.Module, params: Sequence[Tensor], grads: Sequence[Tensor]) -> ByHand | None:
+    """The gradient of a model with respect to `params`, which it writes to `grads`; None where autograd has to do it:
+    the model has no network, or does more than that in its forward pass, or not all of it is trained on a CPU."""
+    definer = next((kind for kind in type(model).__mro__ if {"forward", "network"} & vars(kind).keys()), nn.Module)
+    if "network" not in vars(definer):  # or a subclass has a forward pass of its own
+        return None
+    network = model.network
+    assert isinstance(network, Network)
+    plain = all(type(layer) in (nn.Conv2d, nn.Linear) for layer in network.layers)
+    hooked = any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in model.modules())
+    ours = [id(p) for layer in network.layers for p in (layer.weight, layer.bias)] == list(map(id, params))
+    here = all(p.device.type == "cpu" and p.dtype in (torch.float32, torch.float64) for p in params)
+    return ByHand(network, params, grads) if plain and not hooked and ours and here else None
+
+
+class ByHand:
+    """(x, labels) -> the mean loss of a batch, whose gradient is then where it belongs."""
+
+    def __init__(self, network: Network, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        count, params = 2 * len(network.convs), [p.detach() for p in params]
+        self.paddings = [int(conv.padding[0]) for conv in network.convs]
+        self.conv_params, self.conv_grads, self.needed = params[:count], list(grads[:count]), [True] * count
+        weights, biases = params[count::2], [b.unsqueeze(1) for b in params[count + 1 :: 2]]
+        self.linears = list(zip(weights, biases, strict=True))
+        self.ways_back = list(zip([w.t() for w in weights], grads[count::2], grads[count + 1 :: 2], strict=True))
+        self.dropout = network.dropout
+
+    def __call__(self, x: Tensor, labels: Tensor) -> Tensor:
+        """Write the gradient; returns the loss. What dropout draws is what the model's own would draw."""
+        layers, _ = convpool.forward(x, self.paddings, self.conv_params)
+        column = layers[-1].pooled.view(-1, len(x)) if layers else x.flatten(1).t()
+        columns, noise = [column], list[Tensor]()
+        for weight, bias in self.linears[:-1]:
+            column = torch.addmm(bias, weight, column).relu_()
+            if self.dropout:
+                noise.append(F.dropout(x.new_ones(len(x), len(column)), self.dropout).t())
+                column.mul_(noise[-1])
+            columns.append(column)
+        weight, bias = self.linears[-1]
+        log_p, right = torch.log_softmax(torch.addmm(bias, weight, column), 0), labels.unsqueeze(0)
+        loss = log_p.gather(0, right).mean().neg_()
+        ahead = log_p.exp_().scatter_add_(0, right, x.new_full(right.shape, -1.0)).div_(len(x))
+        for k in reversed(range(len(columns))):
+            weight_t, to_weight, to_bias = self.ways_back[k]
+            torch.mm(ahead, columns[k].t(), out=to_weight)
+            torch.sum(ahead, 1, out=to_bias)
+            if k:
+                ahead = torch.mm(weight_t, ahead)
+                if noise:
+                    ahead.mul_(noise[k - 1])
+                past_zero(ahead, columns[k], 0, grad_input=ahead)
+        if layers:
+            images = torch.mm(self.ways_back[0][0], ahead).view(layers[-1].room.out).permute(3, 0, 1, 2)
+            _, found = convpool.backward(layers, images, False, self.needed)
+            torch._foreach_copy_(self.conv_grads, [g for g in found if g is not None])
+            convpool.leave(layers)
+        return loss
