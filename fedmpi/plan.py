@@ -32,6 +32,7 @@ from .config import Config
 from .data import Arrays, Data, Partition
 from .errors import UserError
 from .flat import Layout
+from .heap import keep_freed
 from .ledger import Ledger
 from .log import set_up
 from .masks import Mask
@@ -492,6 +493,7 @@ def main(arguments: list[str]) -> int:
         prepared = replace(prepared, cfg=replace(cfg, step=replace(cfg.step, layout="auto")))
     own = program()
     data, partition, meta = load_data(cfg)
+    keep_freed()
     torch.set_num_threads(cfg.threads or 1)
     prepared, task = make_task(prepared, data, partition, meta, 1, torch.device("cpu"))
     notes = []

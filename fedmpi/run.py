@@ -43,6 +43,7 @@ from .errors import CommonError, RunError, UserError, unknown
 from .evaluate import evaluate
 from .feed import make_feed
 from .folder import CONFIG, FINISHED, MODEL, write
+from .heap import keep_freed
 from .log import Log, read_records, record, report_of, sink_names
 from .memory import Memory
 from .models import ModelRow, find_model, make_model
@@ -185,6 +186,7 @@ def run(
             check_finished(out, cfg, environ)
     with agreed(comm):
         data, partition, meta = load_data(cfg, prepared.given.data)
+    keep_freed(environ)
     if cfg.step.layout == "try":
         prepared = try_layouts(prepared, data, partition, meta, comm, device)
     with agreed(comm):

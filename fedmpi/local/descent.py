@@ -40,12 +40,13 @@ class Descent:
         return as_rate(self.lr)(job.round)
 
     def run(self, job: Job, pull: Pull | None = None) -> Stepped:
-        """Train `job.x_P` over the job's batches."""
+        """Train `job.x_P` over the job's batches. The momentum is in `job.delta_P` meanwhile: fresh memory, of a large
+        model, takes longer than a step's arithmetic on it."""
         lr, v_P, g_P, steps = self.rate(job), None, None, 0
         for batch in job.batches():
             g_P = self.gradient(job, batch, pull)
             if self.momentum:  # from zero: the first gradient is the first v
-                v_P = g_P.clone() if v_P is None else torch.add(g_P, v_P, alpha=self.momentum, out=v_P)
+                v_P = job.delta_P.copy_(g_P) if v_P is None else torch.add(g_P, v_P, alpha=self.momentum, out=v_P)
             job.x_P.sub_(g_P if v_P is None else v_P, alpha=lr)
             steps += 1
         return Stepped(steps, g_P)

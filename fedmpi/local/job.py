@@ -27,7 +27,7 @@ class Job(Protocol):
     x_P: Tensor
     """the client's own copy of them, to be trained in place"""
     delta_P: Tensor
-    """memory for the result"""
+    """memory for the result, until then free to use"""
     shared: Mapping[str, Tensor]
     """the vectors that the rule's channels move, the same for every client, to be read only"""
     memory: Mapping[str, Tensor]
