@@ -560,7 +560,7 @@ def table(found: list[Forecast]) -> str:
                 str(one.ranks),
                 str(one.nodes),
                 f"{spread.clients:.3g} (most {spread.most})",
-                f"{spread.empty:.3g}",
+                f"{spread.empty:.4g}",
                 f"{spread.ratio:.2f} ({spread.worst:.2f})",
                 f"{spread.waiting:.0%}",
                 *(amount(value) for value in (sent.total, sent.away, sent.most, one.rank_bytes, one.node_bytes)),
