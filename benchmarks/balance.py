@@ -33,6 +33,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from kit import above_zero, positive
 from torch.distributed import FileStore
 
 from fedmpi.cohort import Cohort, draw, home, load, place
@@ -178,28 +179,10 @@ def line(row: dict[str, Any]) -> str:
     return start + "; ".join(parts) + f"; others: {others}"
 
 
-def positive(word: str) -> int:
-    """A whole number of at least 1."""
-    if not word.isdecimal() or int(word) < 1:
-        raise argparse.ArgumentTypeError(f"'{word}' must be a whole number of at least 1")
-    return int(word)
-
-
-def concentration(word: str) -> float:
-    """A number above 0."""
-    try:
-        value = float(word)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"'{word}' must be a number above 0")
-    return value
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", nargs="+", type=positive, default=[2, 4])
-    parser.add_argument("--betas", nargs="+", type=concentration, default=[0.5, 0.2], help="of the split quantity")
+    parser.add_argument("--betas", nargs="+", type=above_zero, default=[0.5, 0.2], help="of the split quantity")
     parser.add_argument("--data", default="glyphs")
     parser.add_argument("--data_root", help="folder of the data sets; else $FEDMPI_DATA, else the user's cache")
     parser.add_argument("--model", default="lenet")

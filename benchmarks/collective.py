@@ -27,6 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from kit import median, positive, quartiles
 
 from fedmpi.algorithms import Algorithm
 from fedmpi.comm import Comm, connect, share_node
@@ -109,8 +110,8 @@ def measure(comm: Comm, params: int, turns: int, mask: str) -> list[dict[str, ob
                 "mask": mask,
                 "shared_memory": comm.node is not None,
                 "parameters": params,
-                "ratio": round(statistics.median(ratios), 3),
-                "ratio_quartiles": [round(ratios[len(ratios) * k // 4], 3) for k in (1, 3)],
+                "ratio": median(ratios),
+                "ratio_quartiles": quartiles(ratios),
                 "all_reduce_ms": round(1e3 * statistics.median(t for t, _ in pairs), 1),
                 "masked_ms": round(1e3 * statistics.median(m for _, m in pairs), 1),
             }
@@ -154,13 +155,6 @@ def launch(transport: str, ranks: int, params: int, turns: int, send: bool, mask
         command, stdout=subprocess.PIPE, text=True, timeout=900, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-
-
-def positive(word: str) -> int:
-    """A whole number of at least 1."""
-    if not word.isdecimal() or int(word) < 1:
-        raise argparse.ArgumentTypeError(f"'{word}' must be a whole number of at least 1")
-    return int(word)
 
 
 def main() -> None:

@@ -33,7 +33,8 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # the ranks are started from anywhere
-from collective import masked, plain_all_reduce, positive, slowest
+from collective import masked, plain_all_reduce, slowest
+from kit import median, positive, quartiles
 
 from fedmpi.comm import Comm, connect
 from fedmpi.env import find_place
@@ -228,8 +229,8 @@ def measure(comm: Comm, params: int, turns: int, mbit: int) -> list[dict[str, ob
                 "payload_bytes": int(known or payload),
                 "port_bytes": int(port),
                 "seconds": round(seconds, 4),
-                "ratio": round(statistics.median(ratios), 3),
-                "ratio_quartiles": [round(ratios[len(ratios) * k // 4], 3) for k in (1, 3)],
+                "ratio": median(ratios),
+                "ratio_quartiles": quartiles(ratios),
                 "port_mbit": round(8e-6 * port / seconds),
             }
         )

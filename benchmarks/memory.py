@@ -27,6 +27,7 @@ from pathlib import Path
 from statistics import fmean
 
 import torch
+from kit import columns, positive
 
 from fedmpi.data import Arrays, find_data, load
 from fedmpi.data.store import data_root, prepared_files
@@ -169,15 +170,7 @@ def table(rows: list[Row]) -> str:
             sum(row.file_pss_bytes),
         )
         lines.append((row.way, *(f"{value / 1e6:.1f}" for value in values)))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) for line in lines)
-
-
-def positive(word: str) -> int:
-    """A whole number of at least 1."""
-    if not word.isdecimal() or int(word) < 1:
-        raise argparse.ArgumentTypeError(f"'{word}' must be a whole number of at least 1")
-    return int(word)
+    return columns(lines)
 
 
 def options() -> argparse.Namespace:

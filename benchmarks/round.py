@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from kit import median, positive, quartiles
 
 HERE = Path(__file__).resolve().parent
 RANKS = 2
@@ -187,14 +188,6 @@ def percent(shares: dict[str, float]) -> dict[str, float]:
     return {name: round(100 * share, 1) for name, share in sorted(shares.items(), key=lambda one: -one[1]) if share}
 
 
-def median(values: list[float]) -> float:
-    return round(statistics.median(values), 3)
-
-
-def quartiles(values: list[float]) -> list[float]:
-    return [round(sorted(values)[len(values) * k // 4], 3) for k in (1, 3)]
-
-
 def words_of(row: dict[str, object]) -> str:
     text = f"{row['job']}  {row['program']:20} {row['seconds_a_round']:6.3f} s a round"
     for name, value in row.items():
@@ -207,13 +200,6 @@ def words_of(row: dict[str, object]) -> str:
         if isinstance(shares, dict):
             text += f"\n    {name}: " + ", ".join(f"{what} {share}" for what, share in shares.items())
     return text
-
-
-def positive(word: str) -> int:
-    """A whole number of at least 1."""
-    if not word.isdecimal() or int(word) < 1:
-        raise argparse.ArgumentTypeError(f"'{word}' must be a whole number of at least 1")
-    return int(word)
 
 
 def python(word: str) -> str:

@@ -30,6 +30,7 @@ from statistics import median, quantiles
 from typing import Any
 
 import torch
+from kit import columns, positive
 from torch import nn
 from torch.distributed import FileStore
 
@@ -157,15 +158,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         for name, form in RATIOS.items():
             cells += [format(row[name], form), f"{row[f'{name}_ratio']:.2f}"]
         lines.append((*cells, f"{row['beyond_data_mb']:.0f}", str(row.get("us_a_client", ""))))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) for line in lines)
-
-
-def positive(word: str) -> int:
-    """A whole number of at least 1."""
-    if not word.isdecimal() or int(word) < 1:
-        raise argparse.ArgumentTypeError(f"'{word}' must be a whole number of at least 1")
-    return int(word)
+    return columns(lines)
 
 
 def options() -> argparse.Namespace:

@@ -18,6 +18,7 @@ import tracemalloc
 from typing import Any
 
 import numpy as np
+from kit import positive
 
 from fedmpi.data.splits import split
 
@@ -64,13 +65,6 @@ def measure(case: str, clients: int, samples: int) -> dict[str, Any]:
         "beside_MB": round((peak - returned) / 1e6),
         "manifest_seconds": round(told, 2),
     }
-
-
-def positive(word: str) -> int:
-    """A whole number of at least 1."""
-    if not word.isdecimal() or int(word) < 1:
-        raise argparse.ArgumentTypeError(f"'{word}' must be a whole number of at least 1")
-    return int(word)
 
 
 def main() -> None:

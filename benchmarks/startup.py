@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -30,6 +29,8 @@ import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+
+from kit import median, positive, quartiles
 
 REPO = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
@@ -149,31 +150,16 @@ def measure(how: list[str], data: str, turns: int, folder: Path) -> list[dict[st
     rows: list[dict[str, object]] = []
     for way, times in phases.items():
         totals = [sum(one.values()) for one in times]
-        row: dict[str, object] = {"way": way, "data": data, "turns": turns, "seconds": median(totals)}
-        row["seconds_quartiles"] = quartiles(totals)
+        row: dict[str, object] = {"way": way, "data": data, "turns": turns, "seconds": median(totals, 2)}
+        row["seconds_quartiles"] = quartiles(totals, 2)
         row["least"] = round(min(totals), 2)
         for name, base in bare.items():
             ratios = [mine / theirs for mine, theirs in zip(totals, base, strict=True)]
-            row[f"to {name}"], row[f"to {name} quartiles"] = median(ratios), quartiles(ratios)
-            row[f"{name} seconds"] = median(base)
-        row["phases"] = {phase: median([one[phase] for one in times]) for phase in MARKS}
+            row[f"to {name}"], row[f"to {name} quartiles"] = median(ratios, 2), quartiles(ratios, 2)
+            row[f"{name} seconds"] = median(base, 2)
+        row["phases"] = {phase: median([one[phase] for one in times], 2) for phase in MARKS}
         rows.append(row)
     return rows
-
-
-def median(values: list[float]) -> float:
-    return round(statistics.median(values), 2)
-
-
-def quartiles(values: list[float]) -> list[float]:
-    return [round(sorted(values)[len(values) * k // 4], 2) for k in (1, 3)]
-
-
-def positive(word: str) -> int:
-    """A whole number of at least 1."""
-    if not word.isdecimal() or int(word) < 1:
-        raise argparse.ArgumentTypeError(f"'{word}' must be a whole number of at least 1")
-    return int(word)
 
 
 def main() -> None:

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
+from kit import above_zero, median, positive, quartiles
 from torch import nn
 
 from fedmpi.data import Arrays, Partition
@@ -198,9 +198,9 @@ def measure(name: str, wanted: list[str] | None, seconds: float) -> list[dict[st
                 "model": name,
                 "path": path.removesuffix(" *"),
                 "default": path.endswith("*"),
-                "ratio": round(statistics.median(ratios), 3),
-                "ratio_quartiles": [round(ratios[len(ratios) * k // 4], 3) for k in (1, 3)],
-                "step_ms": round(1e3 * statistics.median(taken), 2),
+                "ratio": median(ratios),
+                "ratio_quartiles": quartiles(ratios),
+                "step_ms": median([1e3 * t for t in taken], 2),
                 "turns": 1 if path in slow else len(taken),
             }
         )
@@ -216,25 +216,14 @@ def show(row: dict[str, object]) -> str:
     return f"{head} ratio {row['ratio']:5.2f}  quartiles {row['ratio_quartiles']}  {row['step_ms']} ms a step"
 
 
-def positive(word: str) -> float:
-    """A number above 0."""
-    try:
-        value = float(word)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"'{word}' must be a number above 0")
-    return value
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS))
     parser.add_argument(
         "--paths", nargs="+", choices=PATHS, help="all but compiled (and bf16 for large models) where none is named"
     )
-    parser.add_argument("--seconds", type=positive, default=8.0, help="to measure a model for, in 3 turns or more")
-    parser.add_argument("--threads", type=lambda word: int(positive(word)), default=1)
+    parser.add_argument("--seconds", type=above_zero, default=8.0, help="to measure a model for, in 3 turns or more")
+    parser.add_argument("--threads", type=positive, default=1)
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

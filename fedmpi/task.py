@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .data import Data, Partition
-from .feed import Batch, make_feed
+from .feed import ArrayFeed, Batch, make_feed
 from .flat import bind, layout_of, read_ints, write_ints
 from .local import LocalResult
 from .models.byhand import by_hand
@@ -184,7 +184,8 @@ class Task:
         self.spans = [span for span in self.layout.spans if span.start < self.layout.params]
         self.params = [tensors[span.name] for span in self.spans]
         self.grads = [span.view(self.grad_P) for span in self.spans]
-        plain = self.path == PLAIN and self.goal.loss is cross_entropy
+        plain = self.path == PLAIN and self.goal.loss is cross_entropy and isinstance(self.feed, ArrayFeed)
+        # (A Dataset's labels are not known: the cross entropy passes over those that are -100.)
         self.by_hand = by_hand(self.model, self.params, self.grads) if plain else None
 
     def loss(self, batch: Batch, forward: Callable[[Tensor], Tensor] | None = None) -> Tensor:

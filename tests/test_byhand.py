@@ -116,6 +116,12 @@ def hooked() -> nn.Module:
     return model
 
 
+def hooked_tensor() -> nn.Module:
+    model = colour()
+    model.fc1.bias.register_hook(lambda grad: 2 * grad)
+    return model
+
+
 def frozen() -> nn.Module:
     model = colour()
     model.fc2.weight.requires_grad_(False)
@@ -140,7 +146,16 @@ def another_layer() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: Inverted(3, 20, 17, CLASSES), hooked, frozen, without_bias, another_layer, lambda: nn.Linear(3, 2)]
+    "make",
+    [
+        lambda: Inverted(3, 20, 17, CLASSES),
+        hooked,
+        hooked_tensor,
+        frozen,
+        without_bias,
+        another_layer,
+        lambda: nn.Linear(3, 2),
+    ],
 )
 def test_what_is_more_than_its_network_is_left_to_autograd(make: Callable[[], nn.Module]) -> None:
     model = make()

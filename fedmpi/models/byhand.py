@@ -45,10 +45,12 @@ def by_hand(model: nn.Module, params: Sequence[Tensor], grads: Sequence[Tensor])
     network = model.network
     assert isinstance(network, Network)
     plain = all(type(layer) in (nn.Conv2d, nn.Linear) for layer in network.layers)
-    hooked = any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in model.modules())
+    hooks: list[object] = [p._backward_hooks for p in params]
+    for m in model.modules():
+        hooks += m._forward_pre_hooks, m._forward_hooks, m._backward_pre_hooks, m._backward_hooks
     ours = [id(p) for layer in network.layers for p in (layer.weight, layer.bias)] == list(map(id, params))
     here = all(p.device.type == "cpu" and p.dtype in (torch.float32, torch.float64) for p in params)
-    return ByHand(network, params, grads) if plain and not hooked and ours and here else None
+    return ByHand(network, params, grads) if plain and ours and here and not any(hooks) else None
 
 
 class ByHand:
