@@ -60,9 +60,9 @@ def load(work: Work, seed: int, round: int, cid: int, samples: int) -> int:
     """What a client has to do in a round, in quarters of a sample: a client costs as much as a batch, each of its steps
     as much as a quarter of one, and then there are its samples. So a short last batch counts for less than a full one.
 
-    Measured with batches of 32 when this was chosen, a client costs 29 samples and a step 1 (LeNet), 30 and 11 (CNN), 271 and 148 (logistic)
-    or none and 7 (ResNet-18): this waits less than longest first by steps or by samples (benchmarks/balance.py). What
-    this run takes must not be measured: who trains where would depend on the clock.
+    Measured with batches of 32, when this was chosen, a client costs 29 samples and a step 1 (LeNet), 30 and 11 (CNN),
+    271 and 148 (logistic) or none and 7 (ResNet-18): this waits less than longest first by steps or by samples
+    (benchmarks/balance.py). What this run takes must not be measured: who trains where would depend on the clock.
     """
     steps = work.count(seed, round, cid, samples)
     epochs, rest = divmod(steps, -(-samples // work.batch))

@@ -41,8 +41,8 @@ class ModelRow:
 
 IMAGES = ("images",)
 
-# Behind a row: the time of a training step with channels_last over that without, batches of 32, one thread. (Of lenet and
-# cnn by torch's operations; by products, which they take on a CPU, it makes no difference.)
+# Behind a row: the time of a training step with channels_last over that without, batches of 32, one thread. (For lenet
+# and cnn by torch's operations; by products, which they take on a CPU, it makes no difference.)
 MODELS = {
     "lenet": ModelRow(lenet, channels_last=True, takes=IMAGES),  # 0.77
     "cnn": ModelRow(cnn, channels_last=True, takes=IMAGES),  # 0.78 for grey images, 0.69 for colour
