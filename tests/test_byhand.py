@@ -116,6 +116,14 @@ def hooked() -> nn.Module:
     return model
 
 
+class Stranger(nn.Linear):
+    """Somebody's model that has a network of another kind."""
+
+    @property
+    def network(self) -> str:
+        raise RuntimeError("nobody is to ask")
+
+
 def hooked_tensor() -> nn.Module:
     model = colour()
     model.fc1.bias.register_hook(lambda grad: 2 * grad)
@@ -155,6 +163,7 @@ def another_layer() -> nn.Module:
         without_bias,
         another_layer,
         lambda: nn.Linear(3, 2),
+        lambda: Stranger(3, 2),
     ],
 )
 def test_what_is_more_than_its_network_is_left_to_autograd(make: Callable[[], nn.Module]) -> None:

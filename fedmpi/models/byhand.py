@@ -1,9 +1,9 @@
 """The gradient of a small network without autograd, whose bookkeeping takes as long as the arithmetic of such layers.
 
-A model that has a `network` says that it consists of nothing else: convolutions, each with 2x2 max pooling and ReLU
-behind it (convpool.py), then linear layers with ReLU and dropout between them. Under the cross entropy its gradient is
-written out here: what autograd would compute, but for rounding, put where it belongs. (benchmarks/step.py: a fifth less
-time for a step of LeNet, a third less for logistic regression.)
+A `Layered` model says that it consists of its `network` and nothing else: convolutions, each with 2x2 max pooling and
+ReLU behind it (convpool.py), then linear layers with ReLU and dropout between them. Under the cross entropy its
+gradient is written out here: what autograd would compute, but for rounding, put where it belongs. (benchmarks/step.py:
+a fifth less time for a step of LeNet, a third less for logistic regression.)
 
 A batch of vectors is a matrix of columns here, [element, sample]. So the last convolution's output is the first linear
 layer's input as it lies in memory, and so is the gradient on the way back.
@@ -36,14 +36,22 @@ class Network:
         return *self.convs, *self.linears
 
 
+class Layered(nn.Module):
+    """A model whose forward pass is that of its network."""
+
+    @property
+    def network(self) -> Network:
+        """What it consists of."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what it consists of")
+
+
 def by_hand(model: nn.Module, params: Sequence[Tensor], grads: Sequence[Tensor]) -> ByHand | None:
     """The gradient of a model with respect to `params`, which it writes to `grads`; None where autograd has to do it:
-    the model has no network, or does more than that in its forward pass, or not all of it is trained on a CPU."""
-    definer = next((kind for kind in type(model).__mro__ if {"forward", "network"} & vars(kind).keys()), nn.Module)
-    if "network" not in vars(definer):  # or a subclass has a forward pass of its own
+    the model is not layered, or does more than that in its forward pass, or not all of it is trained on a CPU."""
+    definer = next(kind for kind in type(model).__mro__ if {"forward", "network"} & vars(kind).keys())
+    if not isinstance(model, Layered) or "network" not in vars(definer):  # a subclass has a forward pass of its own
         return None
     network = model.network
-    assert isinstance(network, Network)
     plain = all(type(layer) in (nn.Conv2d, nn.Linear) for layer in network.layers)
     hooks: list[object] = [p._backward_hooks for p in params]
     for m in model.modules():

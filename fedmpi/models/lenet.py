@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import UserError
-from .byhand import Network
+from .byhand import Layered, Network
 from .convpool import conv_pool_relu
 
 
-class LeNet(nn.Module):
+class LeNet(Layered):
     """28x28 images are padded to LeCun's 32x32. `widths` are the channels of the two convolutions; dropout follows the
     first two linear layers."""
 

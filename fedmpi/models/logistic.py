@@ -7,10 +7,10 @@ import math
 
 from torch import nn
 
-from .byhand import Network
+from .byhand import Layered, Network
 
 
-class Logistic(nn.Sequential):
+class Logistic(Layered, nn.Sequential):
     """A linear layer on all numbers of a sample."""
 
     def __init__(self, numbers: int, outputs: int) -> None:
