@@ -184,8 +184,7 @@ class Task:
         self.spans = [span for span in self.layout.spans if span.start < self.layout.params]
         self.params = [tensors[span.name] for span in self.spans]
         self.grads = [span.view(self.grad_P) for span in self.spans]
-        plain = self.path == PLAIN and self.goal.loss is cross_entropy and isinstance(self.feed, ArrayFeed)
-        # (A Dataset's labels are not known: the cross entropy passes over those that are -100.)
+        plain = self.path == PLAIN and self.goal.loss is cross_entropy
         self.by_hand = by_hand(self.model, self.params, self.grads) if plain else None
 
     def loss(self, batch: Batch, forward: Callable[[Tensor], Tensor] | None = None) -> Tensor:
@@ -198,8 +197,9 @@ class Task:
         """Put the gradient of a batch's mean loss into `grad_P`; returns the loss."""
         if self.by_hand is not None:
             x, y = self.feed.train(batch)
-            seed_layers(self.device, batch.seed)
-            return self.by_hand(x, y)
+            if isinstance(self.feed, ArrayFeed) or int(y.min()) >= 0:  # the cross entropy passes over labels of -100
+                seed_layers(self.device, batch.seed)
+                return self.by_hand(x, y)
         with torch.enable_grad():
             loss = self.loss(batch)
         grads = torch.autograd.grad(loss, self.params, allow_unused=True, materialize_grads=True)

@@ -85,7 +85,7 @@ class ByHand:
                 column.mul_(noise[-1])
             columns.append(column)
         weight, bias = self.linears[-1]
-        log_p, right = torch.log_softmax(torch.addmm(bias, weight, column), 0), labels.unsqueeze(0)
+        log_p, right = torch.log_softmax(torch.addmm(bias, weight, column), 0), labels.flatten().unsqueeze(0)
         loss = log_p.gather(0, right).mean().neg_()
         ahead = log_p.exp_().scatter_add_(0, right, x.new_full(right.shape, -1.0)).div_(len(x))
         for k in reversed(range(len(columns))):
