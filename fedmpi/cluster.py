@@ -3,8 +3,8 @@
 A job has several lives. `submit` checks everything here, where somebody reads what is wrong, and hands the run to
 Slurm through submitit. In its batch script, behind srun, stands `fedmpi requeue`: a run that stopped in good order, as
 it does before the time limit, and one that a fault has ended are put into the queue again, and go on from their newest
-checkpoint. `--executor local` does the same without Slurm (keeper.py). What is known of a run from outside is in
-jobs.py.
+checkpoint. `--executor local` does the same without Slurm (keeper.py), several runs at once go to Slurm as a job array
+(array.py). What is known of a run from outside is in jobs.py.
 
 submitit is imported when something is submitted, not before.
 """
@@ -16,13 +16,14 @@ import dataclasses
 import io
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,7 @@ import yaml
 
 from . import folder
 from .config import Config, check_bounds, knob, knobs
+from .env import job_names
 from .errors import RunError, UserError, complain, unknown
 from .jobs import (
     CANCELLED,
@@ -40,16 +42,16 @@ from .jobs import (
     LIVES,
     Job,
     alive,
-    ask_slurm,
     in_words,
     job_of,
     look,
+    look_at,
     newest_checkpoint,
-    slurm_job,
     stopped_well,
     verdict,
 )
 from .options import filled, make_parser
+from .slurm import ask_slurm, slurm_job
 
 if TYPE_CHECKING:
     from submitit.helpers import DelayedSubmission
@@ -61,6 +63,7 @@ MANAGERS = ("none", "pmi2", "pmix")
 SLURM_ONLY = ("partition", "time", "cpus_per_rank", "mem", "account", "qos", "constraint", "signal_seconds")
 MINUTES, SIGNAL_SECONDS = 60, 120
 SUBMITTED = "submitted.yaml"  # the configuration as it was checked
+UNSENT = re.compile(r"[0-9a-f]{32}\.pkl|\.submission_file_[0-9a-f]{32}\.sh")  # submitit's files, before there is a job
 PATIENCE = 60.0  # seconds that `cancel` waits for the end
 
 SUBMIT_ABOUT = "Submit a training run as a job: 'fedmpi submit [options] -- train [options of train]'."
@@ -152,17 +155,31 @@ def submit(arguments: list[str]) -> int:
         raise UserError(f"submit was given {given} to run; write it behind its options: fedmpi submit ... -- train ...")
     check(asked)
     cfg, out = checked_run(asked, command[1:])
-    check_folder(out, cfg)
+    check_folder(out, cfg, alive(out, job_of(out)))
     submitit_or_error()
-    was_there = out.exists()
-    make_folder(out, cfg)
     submitted = time.time()
-    try:
+    with undone_unless_queued(out):
+        make_folder(out, cfg)
         job = hand_over(asked, Train(frozen(asked, cfg, out)), out)
-    except (UserError, RunError):  # nothing was queued
-        if not was_there:
-            shutil.rmtree(out)
+    print(handed_over(asked, job, shown(out)), flush=True)
+    note_job(asked, job, out, command, submitted, out / FILES)
+    return 0
+
+
+@contextlib.contextmanager
+def undone_unless_queued(*made: Path) -> Iterator[None]:
+    """Folders that are made for a submission, and go again where nothing is queued."""
+    new = [path for path in made if not path.exists()]
+    try:
+        yield
+    except (UserError, RunError):
+        for path in new:
+            shutil.rmtree(path, ignore_errors=True)
         raise
+
+
+def note_job(asked: Submission, job: Job, out: Path, command: list[str], submitted: float, logs: Path) -> None:
+    """Note in a run folder which job it is and where that writes its logs."""
     record = {
         "job": job.id,
         "executor": job.executor,
@@ -172,15 +189,14 @@ def submit(arguments: list[str]) -> int:
         "command": command,
         "time": submitted,
         "folder": str(out),
+        "logs": os.path.relpath(logs, out),
         "retries": asked.retries,
     }
-    print(handed_over(asked, job, shown(out)), flush=True)
     try:
         folder.write(out / JOB, json.dumps(record, indent=2) + "\n")
     except OSError as error:
         sentence = f"{job} is queued, but {out / JOB} cannot be written ({error.strerror}): it runs all the same"
         raise RunError(sentence) from None
-    return 0
 
 
 def frozen(asked: Submission, cfg: Config, out: Path) -> list[str]:
@@ -240,10 +256,16 @@ def checked_run(asked: Submission, arguments: list[str]) -> tuple[Config, Path]:
     """The configuration of a run and its folder, checked as `train` does it."""
     from .log import set_up
     from .options import parse
-    from .run import prepare
 
     set_up(rank=0, size=1)
-    prepared = prepare(parse(arguments))
+    return checked_config(asked, parse(arguments))
+
+
+def checked_config(asked: Submission, cfg: Config) -> tuple[Config, Path]:
+    """The same for a configuration that has been read already."""
+    from .run import prepare
+
+    prepared = prepare(cfg)
     if prepared.cfg.comm == "mpi" and asked.mpi == "none":
         kind, cure = "Slurm", "add --mpi pmi2 (MPICH) or --mpi pmix (Open MPI), or use --comm torch"
         if asked.executor == "local":
@@ -253,20 +275,25 @@ def checked_run(asked: Submission, arguments: list[str]) -> tuple[Config, Path]:
         raise UserError(f"--mpi {asked.mpi} is srun's, but --executor is local; leave it out")
     assert prepared.out is not None, "a command line always has a folder"
     out = prepared.out.absolute()
-    if not str(out).isprintable() or set("%\\") & set(str(out)):
-        raise UserError(f"--out {out} has a character that Slurm takes for more than itself (% or \\); choose another")
+    check_name(out)
     return prepared.cfg, out
 
 
-def check_folder(out: Path, cfg: Config) -> None:
+def check_name(out: Path) -> None:
+    """Refuse a path that cannot stand in a batch script."""
+    if not str(out).isprintable() or set("%\\") & set(str(out)):
+        raise UserError(f"--out {out} has a character that Slurm takes for more than itself (% or \\); choose another")
+
+
+def check_folder(out: Path, cfg: Config, busy: str) -> None:
     """Refuse a folder that holds something else, or a run that is done, queued, running, or begun with other settings,
-    as far as they are known here."""
+    as far as they are known here. `busy`: its job in words, where that is `alive`."""
     from .checkpoint import MANIFEST, Damaged, Facts, compare, read_sealed
     from .run import check_finished
 
     folder.check(out)
     check_finished(out, cfg, {})
-    if busy := alive(out, job_of(out)):
+    if busy:
         raise UserError(f"--out {out} belongs to {busy}; wait for it, end it with 'fedmpi cancel', or choose another")
     if folder.holder(out) is not None:
         raise UserError(f"--out {out} is in use by {folder.owner_in_words(out)}; wait for it, or choose another folder")
@@ -310,20 +337,49 @@ def hand_over(asked: Submission, train: Train, out: Path) -> Job:
 
         pid = start(train, out, asked.ranks, asked.retries, asked.gpus_per_node, asked.setup)
         return Job(str(pid), "local", socket.gethostname())
+    [job] = to_slurm(asked, [train], out / FILES, slurm_parameters(asked, out))
+    return job
+
+
+def to_slurm(asked: Submission, tasks: list[Train], files: Path, parameters: dict[str, Any]) -> list[Job]:
+    """Submit through submitit, several tasks as the elements of one array; returns a job for each."""
     import submitit
 
-    executor = submitit.SlurmExecutor(folder=out / FILES, max_num_timeout=asked.retries)
-    executor.update_parameters(**slurm_parameters(asked, out))
-    said = io.StringIO()
+    executor = submitit.SlurmExecutor(folder=files, max_num_timeout=asked.retries)
+    executor.update_parameters(**parameters)
+    before, said = set(files.iterdir()), io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):  # submitit prints what it raises
-            return Job(executor.submit(train).job_id, "slurm", socket.gethostname())
+        with contextlib.redirect_stderr(said), outside_of_arrays():  # submitit prints what it raises
+            jobs = executor.submit_array(tasks)
     except submitit.core.utils.FailedJobError as error:
-        lines = [line.removeprefix("sbatch: error: ") for line in str(error).splitlines()]
-        sentence = f"sbatch refused the job: {'; '.join(lines) or 'it did not say why'}"
-        if "contact slurm controller" in str(error).lower():
-            raise RunError(f"{sentence}; see whether 'sinfo' answers") from None
-        raise UserError(f"{sentence}; 'sinfo' lists the partitions and their limits") from None
+        for path in set(files.iterdir()) - before:
+            if UNSENT.fullmatch(path.name):
+                path.unlink()
+        raise refusal(str(error)) from None
+    return [Job(job.job_id, "slurm", socket.gethostname()) for job in jobs]
+
+
+def refusal(said: str) -> UserError | RunError:
+    """What sbatch said when it took no job, as an error."""
+    lines = [line.removeprefix("sbatch: error: ") for line in said.splitlines()]
+    sentence = f"sbatch refused the job: {'; '.join(lines) or 'it did not say why'}"
+    if "contact slurm controller" in said.lower():
+        return RunError(f"{sentence}; see whether 'sinfo' answers")
+    if "job array specification" in said.lower():
+        return UserError(f"{sentence}; an array has at most MaxArraySize runs, which 'scontrol show config' tells")
+    return UserError(f"{sentence}; 'sinfo' lists the partitions and their limits")
+
+
+@contextlib.contextmanager
+def outside_of_arrays() -> Iterator[None]:
+    """No variables of a job array: a job inherits them, and would take itself for the element that submitted it."""
+    inherited = {name: value for name, value in os.environ.items() if name.startswith("SLURM_ARRAY_")}
+    for name in inherited:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(inherited)
 
 
 def slurm_parameters(asked: Submission, out: Path) -> dict[str, Any]:
@@ -331,7 +387,6 @@ def slurm_parameters(asked: Submission, out: Path) -> dict[str, Any]:
     srun = ["--kill-on-bad-exit=1", "--open-mode=append", f"--mpi={asked.mpi}"]
     if asked.cpus_per_rank is not None:
         srun.append(f"--cpus-per-task={asked.cpus_per_rank}")  # since Slurm 22.05 srun does not take it from sbatch
-    again = [sys.executable, "-m", "fedmpi", "requeue", "--retries", str(asked.retries), "--run", str(out)]
     given = {
         "job_name": asked.name or f"fedmpi-{out.name}",
         "nodes": asked.nodes,
@@ -347,10 +402,15 @@ def slurm_parameters(asked: Submission, out: Path) -> dict[str, Any]:
         "constraint": asked.constraint,
         "srun_args": srun,
         "setup": None if asked.setup is None else [asked.setup],
-        "teardown": [f"{shlex.join(again)} $?", "exit $?"],
+        "teardown": [f"{requeue_command(asked)} --run {shlex.quote(str(out))} $?", "exit $?"],
         "additional_parameters": {"requeue": True},  # also where the cluster does not do so by default
     }
     return {name: value for name, value in given.items() if value is not None} | {"wckey": None}  # not submitit's own
+
+
+def requeue_command(asked: Submission) -> str:
+    """How a batch script begins to ask whether it is to be queued again."""
+    return shlex.join([sys.executable, "-m", "fedmpi", "requeue", "--retries", str(asked.retries)])
 
 
 def handed_over(asked: Submission, job: Job, run: Path) -> str:
@@ -399,17 +459,18 @@ def requeue(arguments: list[str]) -> int:
         raise UserError(f"the exit code is {asked.code}; it must be from 0 to 255, such as $?")
     if asked.code == 0:
         return 0
-    job = os.environ.get("SLURM_JOB_ID")
+    names = job_names(os.environ)
+    job = names["job"]
     if job is None:
         raise UserError("requeue belongs into a batch script, behind the run, but SLURM_JOB_ID is not set")
     run = None if asked.run is None else Path(asked.run).expanduser()
     restarts = folder.restarts(os.environ)
     again, why = verdict(asked.code, run, asked.retries, job, restarts)
-    add_life(run, asked.code, job, restarts, again, why)  # first: a life that is not counted may come for ever
+    add_life(run, asked.code, names, restarts, again, why)  # first: a life that is not counted may come for ever
     if again:
         again, why = put_back(job)
         if not again:
-            add_life(run, asked.code, job, restarts, again, why)
+            add_life(run, asked.code, names, restarts, again, why)
     how = "stopped in good order" if stopped_well(asked.code, run) else f"ended with exit code {asked.code}"
     complain(f"job {job} {how}; " + ("queued again" if again else f"not queued again: {why}"))
     return asked.code
@@ -429,18 +490,18 @@ def put_back(job: str) -> tuple[bool, str]:
     return True, ""
 
 
-def add_life(run: Path | None, code: int, job: str, restarts: int, again: bool, why: str) -> None:
-    """Note in the folder how a life of a job ended; not in one that is no run's."""
+def add_life(run: Path | None, code: int, names: dict[str, str | None], restarts: int, again: bool, why: str) -> None:
+    """Note in the folder how a life of a job, by its names, ended; not in one that is no run's."""
     if run is None or not (run / folder.CONFIG).exists():
         return
-    record = {"time": time.time(), "job": job, "restart": restarts, "code": code}
+    record = {"time": time.time(), **names, "restart": restarts, "code": code}
     record |= {"round": newest_checkpoint(run) or 0, "again": again, "why": why}
     try:
         with open(run / LIVES, "a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
     except OSError as error:
         raise RunError(
-            f"{run / LIVES} cannot be written ({error.strerror}), so job {job} is not started again"
+            f"{run / LIVES} cannot be written ({error.strerror}), so job {names['job']} is not started again"
         ) from None
 
 
@@ -469,7 +530,7 @@ class Looked(Runs):
 def status(arguments: list[str]) -> int:
     """`fedmpi status RUN [RUN ...] [--json]`: how it stands with runs."""
     asked = folders("status", STATUS_ABOUT, Looked, arguments)
-    seen = [look(Path(run)) for run in asked.runs]
+    seen = look_at([Path(run) for run in asked.runs])
     print(json.dumps(seen, indent=2) if asked.json else "\n\n".join(map(in_words, seen)), flush=True)
     return 0
 

@@ -204,6 +204,19 @@ def commit(folder: Path | str) -> str | None:
         return None
 
 
+def job_names(environ: Env) -> dict[str, str | None]:
+    """What Slurm calls the job of this process, for records of it: `job` and, in a job array, `element`.
+
+    A job goes by its number. The one element whose number is the array's goes by its place in it, as that number means
+    all of them. A job that was submitted from within an element has the element's variables, but a number of its own.
+    """
+    job, array = environ.get("SLURM_JOB_ID"), environ.get("SLURM_ARRAY_JOB_ID")
+    if array is None:
+        return {"job": job}
+    element = f"{array}_{environ.get('SLURM_ARRAY_TASK_ID', '')}"
+    return {"job": element if job == array else job, "element": element}
+
+
 def expand_hosts(nodelist: str) -> list[str]:
     """The host names in a Slurm node list: "n[1-3,7],gpu08" gives n1, n2, n3, n7 and gpu08."""
     hosts: list[str] = []

@@ -1,22 +1,21 @@
 """What can be told of a run from outside: by its folder, by the job that it was submitted as, and by Slurm.
 
 Nothing here takes part in a run. Files may be torn, missing or a moment old: whoever reads them gets what there is.
-Slurm is asked by `scontrol`, which needs no accounting but forgets a job some minutes after its end; the folder tells
-what Slurm has forgotten.
+The folder tells what Slurm has forgotten (slurm.py).
 
 A run folder has, beside what `folder.py` names, the files of jobs:
 
-    job.json          the job that `fedmpi submit` made of it last
+    job.json          the job that it was submitted as last, alone or in an array
     lives.jsonl       a line for every life of a job that did not end the run, and whether it is to begin again
     cancelled         there since `fedmpi cancel`: what ends now is not to begin again
-    slurm/            submitit's files and the logs of the ranks
+    slurm/            submitit's files and the logs of the ranks; those of an array are with the folder of all its runs
 """
 
 from __future__ import annotations
 
 import fcntl
+import os
 import re
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,23 +24,10 @@ import yaml
 
 from .errors import AGAIN, UserError
 from .folder import CHECKPOINTS, CONFIG, FINISHED, METRICS, STARTS, STOPPED, holder, lines_of, read_json
+from .slurm import ENDED, WAITING, Facts, slurm_job, slurm_jobs
 
 JOB, LIVES, CANCELLED, FILES, KEEPER = "job.json", "lives.jsonl", "cancelled", "slurm", "keeper"
 
-# Slurm's states, but for those of a job that runs
-WAITING = ("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
-ENDED = (
-    "BOOT_FAIL",
-    "CANCELLED",
-    "COMPLETED",
-    "DEADLINE",
-    "FAILED",
-    "NODE_FAIL",
-    "OUT_OF_MEMORY",
-    "PREEMPTED",
-    "REVOKED",
-    "TIMEOUT",
-)
 TAIL_BYTES = 1 << 16
 RECENT = 20  # rounds that a rate is made of
 SHOWN = 8  # lines of a log
@@ -64,36 +50,23 @@ class Job:
 def job_of(run: Path) -> Job | None:
     """The job of a run folder; None where it never was one. A run that a batch script started has one too."""
     made, holds, begun = read_json(run / JOB), holder(run) or {}, lines_of(run / STARTS)
-    latest = holds.get("job") or (begun[-1].get("job") if begun else None)
-    if "job" not in made or (latest and made.get("executor") == "slurm" and number(latest) > number(made["job"])):
+    record = holds if holds.get("job") else begun[-1] if begun else {}
+    latest = record.get("job")
+    newer = latest and made.get("executor") == "slurm" and number(latest) > number(made.get("job"))
+    if "job" not in made or (newer and not is_of(record, str(made["job"]))):
         return Job(str(latest), "slurm") if latest else None
     return Job(str(made["job"]), str(made.get("executor")), str(made.get("host", "")))
 
 
+def is_of(record: dict[str, Any], job: str) -> bool:
+    """Whether a record of a folder is of this job, by either of the names that an element of an array has."""
+    return job in (record.get("job"), record.get("element"))
+
+
 def number(job: Any) -> int:
-    """A job's id as a number; 0 for what is none."""
-    return int(job) if str(job).isdecimal() else 0
-
-
-def ask_slurm(*command: str) -> subprocess.CompletedProcess[str] | None:
-    """What a command of Slurm says; None where it is not installed or does not answer."""
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-
-
-def slurm_job(job: str) -> dict[str, str] | None:
-    """What Slurm knows of a job: empty where it has forgotten it, None where Slurm cannot be asked."""
-    said = ask_slurm("scontrol", "--oneliner", "show", "job", job)
-    if said is None or (said.returncode and "Invalid job id" not in said.stderr):
-        return None
-    facts = dict(re.findall(r"(?:^| )(\w+)=(\S*)", said.stdout))
-    if not facts:  # with accounting there is one more place to look
-        kept = ask_slurm("sacct", "--allocations", "--noheader", "--parsable2", "--jobs", job, "--format", "State")
-        words = kept.stdout.split() if kept is not None and kept.returncode == 0 else []
-        facts = {"JobState": words[0]} if words else {}
-    return facts
+    """A job's id as a number, that of the whole array for an element of one; 0 for what is none."""
+    first = str(job).partition("_")[0]
+    return int(first) if first.isdecimal() else 0
 
 
 def kept_alive(run: Path) -> bool:
@@ -108,13 +81,14 @@ def kept_alive(run: Path) -> bool:
     return False
 
 
-def alive(run: Path, job: Job | None) -> str:
-    """A job that waits or runs, in words; empty where there is none."""
+def alive(run: Path, job: Job | None, facts: Facts | None = None) -> str:
+    """A job that waits or runs, in words; empty where there is none. `facts`: what Slurm knows of it, where it has been
+    asked already."""
     if job is None:
         return ""
     if job.executor == "local":
         return f"{job} on {job.host}, which is running" if kept_alive(run) else ""
-    state = (slurm_job(job.id) or {}).get("JobState", "COMPLETED")
+    state = (slurm_job(job.id) or {} if facts is None else facts).get("JobState", "COMPLETED")
     return "" if state in ENDED else f"{job}, which is {state}"
 
 
@@ -174,11 +148,33 @@ def stopped_well(code: int, run: Path | None) -> bool:
 
 def look(run: Path) -> dict[str, Any]:
     """How it stands with a run; a `UserError` for a folder that is none."""
-    if not (run / CONFIG).exists() and not (run / JOB).exists():
-        there = "holds no run" if run.is_dir() else "is no folder"
-        raise UserError(f"'{run}' {there}; give the --out of a training run, such as runs/fedavg-gma-glyphs-0")
-    job, begun = job_of(run), lines_of(run / STARTS)
-    facts = slurm_job(job.id) if job is not None and job.executor == "slurm" else {}
+    return look_at([run])[0]
+
+
+def look_at(runs: list[Path]) -> list[dict[str, Any]]:
+    """The same for several runs; Slurm is asked once for those of an array."""
+    for run in runs:
+        if not (run / CONFIG).exists() and not (run / JOB).exists():
+            there = "holds no run" if run.is_dir() else "is no folder"
+            raise UserError(f"'{run}' {there}; give the --out of a training run, such as runs/fedavg-gma-glyphs-0")
+    return [told(run, job, facts) for run, (job, facts) in zip(runs, jobs_of(runs), strict=True)]
+
+
+def states_of(runs: list[Path]) -> list[tuple[str, str]]:
+    """The state of each run and what more there is to say of it, for an overview; what is not there has not begun."""
+    return [state_of(run, job, facts) for run, (job, facts) in zip(runs, jobs_of(runs), strict=True)]
+
+
+def jobs_of(runs: list[Path]) -> list[tuple[Job | None, Facts | None]]:
+    """The job of each run and what Slurm knows of it, as `slurm_jobs` has it; empty for what is no job of Slurm's."""
+    jobs = [job_of(run) for run in runs]
+    known = slurm_jobs(job.id for job in jobs if job is not None and job.executor == "slurm")
+    return [(job, {} if job is None else known.get(job.id, {})) for job in jobs]
+
+
+def told(run: Path, job: Job | None, facts: Facts | None) -> dict[str, Any]:
+    """All that is told of a run. `facts`: what Slurm knows of its job."""
+    begun = lines_of(run / STARTS)
     state, why = state_of(run, job, facts)
     made, last = read_json(run / JOB), begun[-1] if begun else {}
     out: dict[str, Any] = {"run": str(run), "state": state, "why": why}
@@ -192,7 +188,7 @@ def look(run: Path) -> dict[str, Any]:
     return out
 
 
-def state_of(run: Path, job: Job | None, facts: dict[str, str] | None) -> tuple[str, str]:
+def state_of(run: Path, job: Job | None, facts: Facts | None) -> tuple[str, str]:
     """A run's state and what more there is to say of it. `facts`: what Slurm knows of its job."""
     slurm = (facts or {}).get("JobState", "")
     if (run / FINISHED).exists() and slurm not in WAITING:  # a finished run may be queued for more rounds
@@ -212,9 +208,9 @@ def state_of(run: Path, job: Job | None, facts: dict[str, str] | None) -> tuple[
     return state_at_rest(run, job, facts, slurm)
 
 
-def state_at_rest(run: Path, job: Job | None, facts: dict[str, str] | None, slurm: str) -> tuple[str, str]:
+def state_at_rest(run: Path, job: Job | None, facts: Facts | None, slurm: str) -> tuple[str, str]:
     """The state of a run that is not finished and that nobody runs."""
-    lives = [life for life in lines_of(run / LIVES) if job is not None and life.get("job") == job.id]
+    lives = [life for life in lines_of(run / LIVES) if job is not None and is_of(life, job.id)]
     given_up = str(lives[-1].get("why")) if lives and not lives[-1].get("again") else ""
     if cancelled(run) or slurm == "CANCELLED":
         return "cancelled", "" if cancelled(run) else "by scancel"
@@ -232,7 +228,7 @@ def state_at_rest(run: Path, job: Job | None, facts: dict[str, str] | None, slur
     return "failed", said or "it ended before it was done"
 
 
-def nodes_of(run: Path, job: Job | None, facts: dict[str, str]) -> str | None:
+def nodes_of(run: Path, job: Job | None, facts: Facts) -> str | None:
     """Where a run runs."""
     if job is not None and job.executor == "local":
         return job.host
@@ -273,7 +269,8 @@ def rate_of(rounds: list[dict[str, Any]]) -> float | None:
 
 def errors_of(run: Path, job: Job | None) -> list[str]:
     """The last lines of the newest error logs of a job, each log with its name in front."""
-    logs = [] if job is None else sorted((run / FILES).glob(f"{job.id}_*_log.err"), key=age)[-3:]
+    folder = Path(os.path.normpath(run / str(read_json(run / JOB).get("logs", FILES))))
+    logs = [] if job is None else sorted(folder.glob(f"{job.id}_*_log.err"), key=age)[-3:]
     out: list[str] = []
     for path in logs:
         if lines := tail_of(path):

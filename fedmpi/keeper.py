@@ -113,7 +113,7 @@ class Keeper(Controller):
             if again and self.told is not None:
                 again, why = False, "its keeper was told to end"
             if code:
-                add_life(self.run_folder, code, self.pid, life, again, why)
+                add_life(self.run_folder, code, {"job": self.pid}, life, again, why)
             complain(f"life {life} ended with code {code}; {'starting again' if again else 'the end'} {why}".rstrip())
             if not again:
                 return code
