@@ -22,7 +22,8 @@ def readme() -> str:
     return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
-TEST = ["pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", "mpich"]
+SINKS = {"wandb": ["wandb>=0.31"], "mlflow": ["mlflow-skinny>=3.17", "sqlalchemy>=2", "alembic"]}
+TEST = ["pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", "mpich", *SINKS["wandb"], *SINKS["mlflow"]]
 DEV = [*TEST, "ruff", "mypy", "types-PyYAML"]
 
 setup(
@@ -50,6 +51,6 @@ setup(
         "Pillow",
         "PyYAML",
     ],
-    extras_require={"test": TEST, "dev": DEV},
+    extras_require={**SINKS, "test": TEST, "dev": DEV},
     entry_points={"console_scripts": ["fedmpi = fedmpi.cli:main"]},
 )

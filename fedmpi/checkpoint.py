@@ -521,7 +521,7 @@ def understood(there: Path, about: Mapping[str, Any], files: Iterable[Placed]) -
 
 
 FREE: tuple[str, ...] = ("out", "comm", "timeout", "workers", "log", "resume", "max_minutes", "data_root")
-FREE += ("memory.", "checkpoint.")
+FREE += ("evaluate", "memory.", "checkpoint.")
 FREE += ("step.layout",)  # its outcome is in the fingerprint of the model; what was asked for may be 'auto' or 'try'
 """knobs that do not touch what is trained, or are compared otherwise"""
 

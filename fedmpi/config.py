@@ -232,8 +232,12 @@ class Config:
     """auto, cpu, cuda or cuda:N"""
     deterministic: bool = True
     """repeatable kernels on a GPU (a CPU is repeatable anyway)"""
+    evaluate: str = "none"
+    """what else is measured, a comma between them: clients (test accuracy of those who took part in a round and of the
+    others), agreement (by layer), gap (accuracy on training samples), membership (an attack when the run is done)"""
     log: str = "tensorboard"
-    """sinks beside metrics.jsonl: tensorboard or none. Under torchrun write --log_to: it takes --log for its own"""
+    """sinks beside metrics.jsonl, a comma between them: tensorboard, wandb, mlflow or none. Under torchrun write
+    --log_to: it takes --log for its own"""
     local: Local = field(default_factory=Local)
     step: Step = field(default_factory=Step)
     server: Server = field(default_factory=Server)

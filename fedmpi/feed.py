@@ -57,6 +57,9 @@ class Feed(Protocol):
     def test(self, blocks: Sequence[Tensor]) -> Iterator[Pair]:
         """Test samples, block by block."""
 
+    def plain(self, blocks: Sequence[Tensor]) -> Iterator[Pair]:
+        """Train samples as their clients have them, but not augmented, block by block."""
+
 
 class ArrayFeed:
     """Data in memory."""
@@ -68,6 +71,8 @@ class ArrayFeed:
         self.y, self.test_y = (t.to(device) if whole else t.to(device, dtype) for t in (arrays.y, arrays.test_y))
         self.augment = make_augment(arrays.augment) if self.kind == "images" else None
         self.looks = arrays.looks
+        self.look: Tensor | None = None
+        self.test_look: Tensor | None = None
         if self.looks is not None:
             assert arrays.look is not None and arrays.test_look is not None, "dress the data first"
             self.table = self.looks.table.to(device, dtype)
@@ -88,7 +93,7 @@ class ArrayFeed:
         raw = self.x[samples]
         if self.augment is not None:
             raw = self.augment(raw, seed)
-        return self.inputs(raw, self.look[samples] if self.looks is not None else None), self.y[samples]
+        return self.inputs(raw, None if self.look is None else self.look[samples]), self.y[samples]
 
     def ahead(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """The batches with their data, made for several at once: a call of torch costs as much as a small batch. What
@@ -107,10 +112,17 @@ class ArrayFeed:
 
     def test(self, blocks: Sequence[Tensor]) -> Iterator[Pair]:
         """Test samples, block by block."""
+        return self.unchanged(blocks, self.test_x, self.test_y, self.test_look)
+
+    def plain(self, blocks: Sequence[Tensor]) -> Iterator[Pair]:
+        """Train samples, painted as their clients have them, block by block."""
+        return self.unchanged(blocks, self.x, self.y, self.look)
+
+    def unchanged(self, blocks: Sequence[Tensor], x: Tensor, y: Tensor, look: Tensor | None) -> Iterator[Pair]:
+        """Samples by their index, block by block, as they are."""
         for block in blocks:
             samples = block.to(self.device)
-            look = self.test_look[samples] if self.looks is not None else None
-            yield self.inputs(self.test_x[samples], look), self.test_y[samples]
+            yield self.inputs(x[samples], None if look is None else look[samples]), y[samples]
 
     def inputs(self, raw: Tensor, look: Tensor | None = None) -> Tensor:
         """Samples as the model takes them: images painted and normalised, tokens as indices."""
@@ -165,15 +177,23 @@ class DatasetFeed:
         return (b._replace(data=pair) for b, pair in zip(wanted, pairs, strict=True))
 
     def test(self, blocks: Sequence[Tensor]) -> Iterator[Pair]:
-        """Test samples, block by block; what their transforms draw is always the same."""
+        """Test samples, block by block."""
+        return self.unchanged("test", blocks)
+
+    def plain(self, blocks: Sequence[Tensor]) -> Iterator[Pair]:
+        """Train samples, block by block; a Dataset's own transforms cannot be left out."""
+        return self.unchanged("train", blocks)
+
+    def unchanged(self, part: str, blocks: Sequence[Tensor]) -> Iterator[Pair]:
+        """Samples by their index, block by block; what their transforms draw is always the same."""
         try:
-            for pair in self.read("test", [keys_of(block, 0) for block in blocks], self.workers):
+            for pair in self.read(part, [keys_of(block, 0) for block in blocks], self.workers):
                 yield self.convert(pair)
         except UserError:
             raise
         except Exception as error:
             raise RunError(
-                f"test samples of '{self.datasets.name}' cannot be read and put together: {type(error).__name__}: "
+                f"{part} samples of '{self.datasets.name}' cannot be read and put together: {type(error).__name__}: "
                 f"{one_line(error)}"
             ) from error
 

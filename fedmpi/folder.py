@@ -1,9 +1,9 @@
 """A run folder: whose it is, what lies in it, and how files get there.
 
     config.yaml environment.json partition.json      what runs
-    metrics.jsonl tensorboard/                       what it has come to so far
+    metrics.jsonl tensorboard/ wandb/ mlflow/        what it has come to so far
     checkpoints/                                     where it goes on from (checkpoint.py)
-    model.safetensors finished.json                  when it is done
+    model.safetensors finished.json attack.json      when it is done; the last where the model was attacked
     starts.jsonl stopped.json lock                   its lives: one line each; how the last one stopped; who runs it now
     job.json lives.jsonl cancelled slurm/            where it was submitted (jobs.py)
 
@@ -28,13 +28,14 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from .env import Place
+from .env import Place, job_names
 from .errors import RunError, UserError
 
 log = logging.getLogger("fedmpi")
 
 CONFIG, FINISHED, MODEL, METRICS = "config.yaml", "finished.json", "model.safetensors", "metrics.jsonl"
 STARTS, STOPPED, LOCK, CHECKPOINTS = "starts.jsonl", "stopped.json", "lock", "checkpoints"
+ATTACK = "attack.json"
 WAIT_SECONDS = 10.0  # for the last life of this run, which may be dying still
 LEASE_SECONDS = 300.0  # for the same after a restart: a file server learns late that a node is gone
 BEGINNINGS = (LOCK, ".writable", f".{CONFIG}")  # all that a run killed before its first word leaves
@@ -66,9 +67,9 @@ def make(out: Path) -> None:
 def start_over(out: Path) -> None:
     """Remove what an earlier run has left, so that nothing of it is taken for the new one's."""
     (out / FINISHED).unlink(missing_ok=True)
-    for name in ("tensorboard", CHECKPOINTS):
+    for name in ("tensorboard", "wandb", "mlflow", CHECKPOINTS):
         shutil.rmtree(out / name, ignore_errors=True)
-    for name in (METRICS, MODEL):
+    for name in (METRICS, MODEL, ATTACK):
         (out / name).unlink(missing_ok=True)
 
 
@@ -96,7 +97,7 @@ def held(out: Path, place: Place, environ: Mapping[str, str], timeout: float) ->
         again = restarts(environ) > 0
         if take(handle, out, min(LEASE_SECONDS, timeout / 2) if again else WAIT_SECONDS):
             owner = {"host": socket.gethostname(), "pid": os.getpid(), "launcher": place.launcher, "ranks": place.size}
-            owner |= {"job": environ.get("SLURM_JOB_ID"), "since": time.time()}
+            owner |= {**job_names(environ), "since": time.time()}
             os.ftruncate(handle, 0)
             os.write(handle, (json.dumps(owner) + "\n").encode())
         yield
@@ -206,7 +207,7 @@ def add_start(out: Path, place: Place, comm: str, round: int, environ: Mapping[s
         "launcher": place.launcher,
         "comm": comm,
         "host": socket.gethostname(),
-        "job": environ.get("SLURM_JOB_ID"),
+        **job_names(environ),
         "restart": restarts(environ),
         "launch": launches(environ),
     }

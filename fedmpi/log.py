@@ -1,4 +1,4 @@
-"""What a run tells: a line a round and a bar on rank 0, `metrics.jsonl` always, TensorBoard if wanted.
+"""What a run tells: a line a round and a bar on rank 0, `metrics.jsonl` always, other tools if wanted (sinks.py).
 
 Metrics are lines of JSON, each written whole and flushed, so that a run can be followed and a killed one keeps what
 it had.
@@ -11,29 +11,19 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import asdict, fields
-from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from tqdm import tqdm
 
-from .errors import unknown
+from .errors import UserError, unknown
 from .folder import METRICS, write
 from .rounds import Report
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
-
-
-class Sink(Protocol):
-    """Somewhere that takes a round's metrics."""
-
-    def write(self, record: dict[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
+from .sinks import SINKS, About, Guarded, Sink, need
+from .stop import Stopped
 
 
 class JsonLines:
@@ -58,44 +48,17 @@ class JsonLines:
         self.file.write(json.dumps(record, allow_nan=False) + "\n")
         self.file.flush()
 
-    def close(self) -> None:
+    def close(self, how: str) -> None:
         self.file.close()
 
 
-class TensorBoard:
-    """Scalars under the same names as in metrics.jsonl, nested ones with a slash."""
-
-    def __init__(self, folder: Path, done: int) -> None:
-        self.folder, self.done = folder / "tensorboard", done
-
-    @cached_property
-    def writer(self) -> SummaryWriter:
-        """What writes, made when it is first used: importing it takes time, and nothing needs it before a round."""
-        from torch.utils.tensorboard import SummaryWriter
-
-        return SummaryWriter(str(self.folder), purge_step=self.done + 1)  # hides what will come again
-
-    def write(self, record: dict[str, Any]) -> None:
-        for name, value in record.items():
-            values = {f"{name}/{k}": v for k, v in value.items()} if isinstance(value, dict) else {name: value}
-            for tag, number in values.items():
-                if isinstance(number, int | float):
-                    self.writer.add_scalar(tag, number, record["round"])
-
-    def close(self) -> None:
-        if "writer" in vars(self):
-            self.writer.close()
-
-
-SINKS: dict[str, Callable[[Path, int], Sink]] = {"tensorboard": TensorBoard}
-
-
 def sink_names(names: str) -> list[str]:
-    """The sinks in a comma-separated list; `none` is the empty one."""
-    wanted = [name.strip() for name in names.split(",") if name.strip() not in ("", "none")]
+    """The sinks in a comma-separated list, each once; `none` is the empty one. Refuses those that are not installed."""
+    wanted = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip() not in ("", "none")))
     for name in wanted:
         if name not in SINKS:
             raise unknown("sink (--log)", name, [*SINKS, "none"])
+        need(name)
     return wanted
 
 
@@ -106,18 +69,28 @@ def record(report: Report) -> dict[str, Any]:
     values["dropped"] = len(values["dropped_clients"])
     values[f"test_{values.pop('metric')}"] = values.pop("test_metric")
     values["seconds"].setdefault("eval", 0.0)
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+    values |= values.pop("measures")
+    return {name: plain(value) for name, value in values.items()}
+
+
+def plain(value: Any) -> Any:
+    """A value of a record as JSON has it: what is no number is null."""
+    if isinstance(value, dict):
+        return {name: plain(one) for name, one in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def report_of(record: dict[str, Any]) -> Report:
     """The report that a record was made of."""
     metric = next(name for name in record if name.startswith("test_") and name != "test_loss")
-    names = {field.name for field in fields(Report)}
+    known = {field.name for field in fields(Report)} - {"dropped"}
+    ours = known | {"dropped", "dropped_clients", metric}
     return Report(
-        **{name: value for name, value in record.items() if name in names - {"dropped"}},
+        **{name: value for name, value in record.items() if name in known},
         dropped=tuple(record["dropped_clients"]),
         test_metric=record[metric],
         metric=metric.removeprefix("test_"),
+        measures={name: value for name, value in record.items() if name not in ours},
     )
 
 
@@ -150,9 +123,18 @@ def line(report: Report, rounds: int) -> str:
     meta = f"  meta {seconds['meta']:.2f}s" if seconds.get("meta") else ""
     return (
         f"round {report.round:>{len(str(rounds))}}/{rounds}{test}  train {report.train_loss:.4f}"
-        f"  kept {report.kept:.2f}  agree {report.agreement:.2f}{dropped}"
+        f"  kept {report.kept:.2f}  agree {report.agreement:.2f}{measures(report, name)}{dropped}"
         f"  local {seconds['local']:.2f}s  wait {seconds['wait']:.2f}s  comm {talk:.2f}s{meta}{scoring}"
     )
+
+
+def measures(report: Report, name: str) -> str:
+    """What else was measured, in a few words; `name` is that of the metric."""
+    found = report.measures
+    words = {"below": found.get("below_tau"), f"train-{name}": found.get(f"train_{report.metric}")}
+    sides = found.get(f"clients_{report.metric}", {})
+    words |= {"part": sides.get("participating"), "others": sides.get("others")}
+    return "".join(f"  {word} {value:.2f}" for word, value in words.items() if value is not None)
 
 
 class Log:
@@ -160,12 +142,26 @@ class Log:
     It goes on from round `done`."""
 
     def __init__(
-        self, folder: Path | None, rounds: int, sinks: list[str], speaks: bool, quiet: bool = False, done: int = 0
+        self,
+        folder: Path | None,
+        rounds: int,
+        sinks: list[str],
+        speaks: bool,
+        quiet: bool = False,
+        done: int = 0,
+        config: Mapping[str, Any] | None = None,
     ) -> None:
         self.rounds, self.speaks = rounds, speaks and not quiet
         self.sinks: list[Sink] = []
         if speaks and folder is not None:
-            self.sinks = [JsonLines(folder, done), *(SINKS[name](folder, done) for name in sinks)]
+            self.sinks.append(JsonLines(folder, done))
+            about = About(folder, done, config or {}, read_records(folder, done) if sinks else [])
+            try:
+                for name in sinks:
+                    self.sinks.append(Guarded(name, about))
+            except UserError:
+                self.close("failed")
+                raise
         terminal = self.speaks and sys.stderr.isatty()
         self.bar = tqdm(total=rounds, initial=done, unit="round", disable=not terminal, leave=False, dynamic_ncols=True)
 
@@ -187,6 +183,11 @@ class Log:
         for sink in self.sinks:
             sink.write(record(report))
 
+    def close(self, how: str) -> None:
+        """Nothing more will come; `how` is finished, stopped or failed."""
+        for sink in self.sinks:
+            sink.close(how)
+
     def __enter__(self) -> Log:
         return self
 
@@ -194,8 +195,7 @@ class Log:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.bar.close()
-        for sink in self.sinks:
-            sink.close()
+        self.close("finished" if kind is None else "stopped" if issubclass(kind, Stopped) else "failed")
 
 
 def set_up(rank: int, size: int) -> None:

@@ -25,10 +25,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .agreement import Layers, add_votes
 from .algorithms import Algorithm, MetaStep
 from .cohort import Cohort, draw
 from .comm import Comm, Wait
@@ -81,6 +83,8 @@ class Plan:
     sum: str = "exact"
     min_clients: int = 1
     wire: str = "float32"
+    tau: float | None = None
+    """count agreement layer by layer, and what is below this; None: do not"""
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,8 @@ class Report:
     test_loss: float | None = None
     metric: str = "accuracy"
     """what test_metric is"""
+    measures: dict[str, Any] = field(default_factory=dict)
+    """what else was asked for (--evaluate), by its name in metrics.jsonl"""
 
     @property
     def test_accuracy(self) -> float | None:
@@ -121,15 +127,17 @@ class Delivery:
 
 @dataclass(frozen=True)
 class Seen:
-    """Counts over a rank's slice, on its device: elements with mask 1, and the sum of |votes|. Whole numbers in
-    float64."""
+    """Counts over a rank's slice, on its device: elements with mask 1, and the sum of |votes|, where asked also by
+    layer. Whole numbers in float64."""
 
     kept: Tensor
     votes: Tensor
+    layers: Layers | None = None
 
     @classmethod
-    def nothing(cls, device: torch.device) -> Seen:
-        return cls(*(torch.zeros((), dtype=torch.float64, device=device) for _ in range(2)))
+    def nothing(cls, device: torch.device, layers: Layers | None = None) -> Seen:
+        kept, votes = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(2))
+        return cls(kept, votes, layers)
 
 
 class Clock:
@@ -198,7 +206,8 @@ def run_round(
         raise too_few(number, plan, delivery)
     ints = largest(ints, comm)
     one_each = cohort.most_on_a_rank == 1
-    seen = move_model(state, algorithm, delivery, ledger, comm, task.layout.params, one_each, clock)
+    layers = None if plan.tau is None else Layers.of(task.layout, plan.tau, task.device)
+    seen = move_model(state, algorithm, delivery, ledger, comm, task.layout.params, one_each, clock, layers)
     state = replace(state, round=number, ints=ints)
     if algorithm.meta is not None and ledger.meta is not None:
         with clock("meta"):
@@ -308,12 +317,13 @@ def move_model(
     params: int,
     one_each: bool,
     clock: Clock,
+    layers: Layers | None = None,
 ) -> Seen:
     """The collective and what it is for: from every rank's tallies to the new model on every rank. Collective.
 
-    Returns what was seen of this rank's slice.
+    Returns what was seen of this rank's slice, where `layers` are given also of each.
     """
-    seen, sends = Seen.nothing(state.model_N.device), algorithm.local.sends
+    seen, sends = Seen.nothing(state.model_N.device, layers), algorithm.local.sends
     under_way: list[Wait] = []
     final = not any(channel.to == "model" for channel in sends)  # what has been applied may go
 
@@ -364,9 +374,13 @@ def apply(part: Part, state: State, algorithm: Algorithm, params: int, delivery:
         w.add_(part.mean)  # buffers: averaged, never masked, never touched by the server's rule
         return
     assert part.votes is not None, "deltas are voted on"
-    mask = algorithm.mask(part.votes, len(delivery.used), part.mean, part.square)
+    clients = len(delivery.used)
+    mask = algorithm.mask(part.votes, clients, part.mean, part.square)
     seen.kept.add_(mask.floor().sum())
-    seen.votes.add_(count_votes(part.votes))
+    sizes = part.votes.abs_()  # nothing asks for their signs any more
+    seen.votes.add_(add_votes(sizes))
+    if seen.layers is not None:
+        seen.layers.add(part.start, sizes, clients)
     mean = part.mean.mul_(delivery.steps) if algorithm.local.normalised else part.mean
     moments = {name: moment[part.own] for name, moment in state.moments.items()}
     algorithm.server.step(w, mean, mask, moments, state.round + 1)
@@ -412,11 +426,6 @@ def take_meta_step(state: State, step: MetaStep, task: Task, tally: Tally, comm:
     comm.gather(state.model_N)
 
 
-def count_votes(votes: Tensor) -> Tensor:
-    """The sum of |votes| of a piece; small ones by way of float32, exact here (2**17 * 127 < 2**24) and quicker."""
-    return votes.abs_().float().sum() if votes.dtype == torch.int8 else votes.abs_().sum(dtype=torch.int64)
-
-
 def sum_up(
     number: int, delivery: Delivery, seen: Seen, sound: bool, params: int, comm: Comm, sent: int, clock: Clock
 ) -> Report:
@@ -425,9 +434,11 @@ def sum_up(
     microseconds = [round(clock.seconds[phase] * 1e6) for phase in PHASES]
     sound = sound and bool(seen.kept.isfinite())
     kept_here = int(seen.kept) if sound else 0
-    totals = torch.tensor([not sound, kept_here, int(seen.votes), sent, *microseconds], dtype=torch.int64)
+    by_layer = seen.layers.numbers() if seen.layers else []
+    totals = torch.tensor([not sound, kept_here, int(seen.votes), sent, *microseconds, *by_layer], dtype=torch.int64)
     comm.sum(totals)
-    spoilt, kept, votes, bytes_sent, *times = totals.tolist()
+    spoilt, kept, votes, bytes_sent, *rest = totals.tolist()
+    times, by_layer = rest[: len(PHASES)], rest[len(PHASES) :]
     if spoilt:
         raise CommonError(
             f"round {number}: mask and server's step left the model with NaN or infinity; lower --server.lr"
@@ -442,4 +453,5 @@ def sum_up(
         agreement=votes / params / len(delivery.used),
         bytes_sent=bytes_sent,
         seconds={phase: t / comm.size / 1e6 for phase, t in zip(PHASES, times, strict=True)},
+        measures=seen.layers.read(by_layer, len(delivery.used)) if seen.layers else {},
     )

@@ -21,7 +21,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -40,11 +39,12 @@ from .data import SPLITS, Arrays, Data, Ints, Partition, check_weights, dress, f
 from .data.splits import OWNERS
 from .env import Place, available_cores, choose_device, describe, threads_per_rank
 from .errors import CommonError, RunError, UserError, unknown
-from .evaluate import evaluate
 from .feed import make_feed
 from .folder import CONFIG, FINISHED, MODEL, write
 from .heap import keep_freed
 from .log import Log, read_records, record, report_of, sink_names
+from .masks import MaskKnobs
+from .measure import Asked, ask, attack, check_folder, measure_names, scored
 from .memory import Memory
 from .models import ModelRow, find_model, make_model
 from .objective import check_outputs, try_objective
@@ -102,6 +102,8 @@ class Prepared:
     out: Path | None
     """None: nothing is written"""
     given: Given = NOTHING
+    measures: tuple[str, ...] = ()
+    """what else is measured (--evaluate)"""
 
 
 def prepare(cfg: Config, given: Given = NOTHING) -> Prepared:
@@ -143,7 +145,8 @@ def prepare(cfg: Config, given: Given = NOTHING) -> Prepared:
     out = Path(default_folder(cfg, given.row) if cfg.out is None else cfg.out).expanduser()
     algorithm = given.algorithm if isinstance(given.algorithm, Algorithm) else build(cfg)
     model = None if cfg.model is None or given.model is not None else find_model(cfg.model)
-    return Prepared(cfg, algorithm, model, work, sink_names(cfg.log), out, given)
+    measures = tuple(measure_names(cfg.evaluate))
+    return Prepared(cfg, algorithm, model, work, sink_names(cfg.log), out, given, measures)
 
 
 def settle(cfg: Config, place: Place) -> torch.device:
@@ -180,6 +183,7 @@ def run(
     cfg, out = prepared.cfg, prepared.out
     same_everywhere("configuration", comm, json.dumps(dataclasses.asdict(cfg), sort_keys=True).encode())
     check_threads(comm)
+    check_folder(prepared.measures, out)
     with agreed(comm):
         if comm.rank == 0 and out is not None:
             folder.check(out)
@@ -192,6 +196,7 @@ def run(
     with agreed(comm):
         prepared, task = make_task(prepared, data, partition, meta, comm.size, device)
         check_memory_folder(prepared)
+        asked = ask(prepared.measures, data, task)
     cfg = prepared.cfg
     facts = facts_of(prepared, task, data, meta, device)
     compare_ranks(facts, comm)
@@ -211,21 +216,25 @@ def run(
         found = find_start(out, cfg, facts, environ, comm)
         threads = torch.get_num_threads()  # in the configuration too: a run is repeated by its config.yaml
         facts = replace(facts, config={**facts.config, "threads": threads})
+        settled = replace(cfg, threads=threads)
         with agreed(comm):
             if comm.rank == 0 and out is not None:
                 if found is None:
                     folder.start_over(out)
                 environment = describe(place, environ, threads, str(device))
-                describe_run(out, replace(cfg, threads=threads), data, partition, meta, environment)
+                describe_run(out, settled, data, partition, meta, environment)
                 folder.add_start(out, place, comm.name, found.round if found else 0, environ)
         note = f"\ndata: {data.note}" if data.note else ""
         note += f"\ngoing on after round {found.round} of the run in {out}" if found else ""
         with agreed(comm):
-            log = Log(out, cfg.rounds, prepared.sinks, comm.rank == 0, quiet, found.round if found else 0)
+            done, told = found.round if found else 0, plain_knobs(settled)
+            log = Log(out, cfg.rounds, prepared.sinks, comm.rank == 0, quiet, done, told)
         stop = Stop(signals, cfg.max_minutes, began, speaks=comm.rank == 0)
         with log, stop, Saver(out, cfg.checkpoint, facts, comm, found) as saver:
             log.say(header(prepared, task, comm) + note)
-            outcome = train(prepared, task, comm, saver, stop, log, environ, found)
+            outcome = train(prepared, task, comm, saver, stop, log, environ, found, asked)
+        if out is not None and "membership" in prepared.measures:
+            log.say(attack(out, prepared.given, comm))
     comm.barrier()
     return outcome
 
@@ -239,6 +248,7 @@ def train(
     log: Log,
     environ: Mapping[str, str],
     found: Found | None,
+    asked: Asked,
 ) -> Outcome:
     """The rounds that are left, each logged and, when it is time, saved; then the results. Collective."""
     cfg, out, first = prepared.cfg, prepared.out, comm.rank == 0
@@ -253,7 +263,7 @@ def train(
     for state, report in training:
         report = replace(report, metric=task.goal.metric)
         if report.round % cfg.eval.every == 0 or report.round == cfg.rounds:
-            report = scored(report, task, state, comm, cfg.eval.batch)
+            report = scored(report, plan, task, state, comm, cfg.eval.batch, asked)
         saver.trouble = folder.attempt(partial(log.round, report))
         history.append(report)
         progress = moved_on(progress, report, task.goal.rises)
@@ -273,7 +283,9 @@ def train(
 def plan_of(prepared: Prepared) -> Plan:
     """How the rounds of a run are run."""
     cfg = prepared.cfg
-    return Plan(cfg.seed, cfg.rounds, cfg.cohort, prepared.work, cfg.sum, cfg.min_clients, cfg.wire)
+    tau = cfg.tau or MaskKnobs.tau  # 0 says nothing of agreement: then that of the papers
+    by_layer = tau if "agreement" in prepared.measures else None
+    return Plan(cfg.seed, cfg.rounds, cfg.cohort, prepared.work, cfg.sum, cfg.min_clients, cfg.wire, by_layer)
 
 
 def check_finished(out: Path, cfg: Config, environ: Mapping[str, str]) -> None:
@@ -318,7 +330,8 @@ def find_start(out: Path | None, cfg: Config, facts: Facts, environ: Mapping[str
         torch.set_num_threads(found.about["config"]["threads"])
     with agreed(comm):
         if comm.rank == 0 and found.round < cfg.rounds:
-            (out / FINISHED).unlink(missing_ok=True)
+            for name in (FINISHED, folder.ATTACK):
+                (out / name).unlink(missing_ok=True)
     return found
 
 
@@ -344,19 +357,15 @@ class Outcome:
         return self.history[-1]
 
 
-def scored(report: Report, task: Task, state: State, comm: Comm, block: int) -> Report:
-    """The report with the test set's score in it. Collective."""
-    started = perf_counter()
-    score = evaluate(task, state, comm, block)
-    seconds = report.seconds | {"eval": perf_counter() - started}
-    return replace(report, test_metric=score.metric, test_loss=score.loss, seconds=seconds)
+def plain_knobs(cfg: Config) -> dict[str, Any]:
+    """Every knob by its dotted name, without the groups."""
+    return {name: value for name, value in knobs(cfg).items() if not dataclasses.is_dataclass(value)}
 
 
 def facts_of(prepared: Prepared, task: Task, data: Data, meta: Ints, device: torch.device) -> Facts:
     """What must be the same on every rank, and in every life of a run."""
     cfg, rule, moments = prepared.cfg, prepared.algorithm.local, sorted(prepared.algorithm.server.moments)
-    config = {name: value for name, value in knobs(cfg).items() if not dataclasses.is_dataclass(value)}
-    config["device"] = device.type
+    config = plain_knobs(cfg) | {"device": device.type}
     partition, labels = task.partition, data.class_labels(needed=False)
     pieces: list[bytes | np.ndarray] = [repr((data.shape, data.samples, data.tests)).encode()]
     pieces += [partition.offsets, partition.order, partition.shared, meta]

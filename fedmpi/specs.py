@@ -1,11 +1,12 @@
-"""Knobs that are a name with numbers behind it: `uniform:0.3,1.0`, `step:30,0.1`."""
+"""Knobs that are a name with numbers behind it (`uniform:0.3,1.0`, `step:30,0.1`), or several names
+(`clients,agreement`)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-from .errors import UserError, nearest
+from .errors import UserError, nearest, unknown
 
 
 def read_spec(option: str, text: str, known: Mapping[str, tuple[str, ...]]) -> tuple[str, dict[str, float]]:
@@ -36,3 +37,12 @@ def form(name: str, wanted: tuple[str, ...]) -> str:
     words = ",".join(w for w in wanted if not w.endswith("?"))
     spare = "".join(f"[,{w[:-1]}]" if words else f"[:{w[:-1]}]" for w in wanted if w.endswith("?"))
     return f"{name}:{words}{spare}" if words else f"{name}{spare}"
+
+
+def read_names(kind: str, text: str, known: Iterable[str]) -> list[str]:
+    """The names in a list with commas, each once; `none` stands for no name."""
+    names, known = [name.strip() for name in text.split(",")], [*known, "none"]
+    for name in names:
+        if name and name not in known:
+            raise unknown(kind, name, known)
+    return list(dict.fromkeys(name for name in names if name not in ("", "none")))

@@ -1,4 +1,4 @@
-"""A model and its data on one rank's device: makes a client's job, and scores test samples.
+"""A model and its data on one rank's device: makes a client's job, and scores test and train samples.
 
 The model's tensors are views of one work vector, so a job's `x_P` is the model and its gradient arrives in one flat
 vector. What a client draws depends on (seed, round, client) alone, and what a layer (dropout) or an augmentation draws
@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from .data import Data, Partition
-from .feed import ArrayFeed, Batch, make_feed
+from .feed import ArrayFeed, Batch, Pair, make_feed
 from .flat import bind, layout_of, read_ints, write_ints
 from .local import LocalResult
 from .models.byhand import by_hand
-from .objective import cross_entropy
+from .objective import Objective, cross_entropy
 from .paths import PLAIN, Path
 from .seeds import generator, torch_seed
 from .work import Work
@@ -47,6 +47,8 @@ class Scored(NamedTuple):
     metric: float
     loss: float
     labels: int
+    classes: dict[int, tuple[float, int]] = {}
+    """where asked, metric and labels of the samples of each class in the block"""
 
 
 class ModelJob:
@@ -273,13 +275,33 @@ class Task:
         self.gradient(Batch(self.meta[block], torch_seed(self.seed, "meta", round, block.start)))
         return self.grad_P
 
+    def score(self, blocks: Sequence[slice], by_class: bool = False) -> Iterator[Scored]:
+        """How the model that was loaded does on blocks of the test set, one after another; also class by class."""
+        return self.judge(self.feed.test([self.tests[block] for block in blocks]), by_class)
+
+    def score_train(self, samples: Sequence[Tensor]) -> Iterator[Scored]:
+        """How the model that was loaded does on blocks of train samples, not augmented, one after another."""
+        return self.judge(self.feed.plain(samples))
+
     @torch.inference_mode()
-    def score(self, blocks: Sequence[slice]) -> Iterator[Scored]:
-        """How the model that was loaded does on blocks of the test set, one after another."""
+    def judge(self, pairs: Iterator[Pair], by_class: bool = False) -> Iterator[Scored]:
+        """The scores of what the model says to blocks of samples."""
         self.model.eval()
-        for x, y in self.feed.test([self.tests[block] for block in blocks]):
+        for x, y in pairs:
             outputs = self.model(x)
-            yield Scored(float(self.goal.total(outputs, y)), float(self.goal.loss(outputs, y, "sum")), y.numel())
+            classes = each_class(self.goal, outputs, y) if by_class else {}
+            total, loss = float(self.goal.total(outputs, y)), float(self.goal.loss(outputs, y, "sum"))
+            yield Scored(total, loss, y.numel(), classes)
+
+
+def each_class(goal: Objective, outputs: Tensor, y: Tensor) -> dict[int, tuple[float, int]]:
+    """The metric and the number of labels of the samples of each class; a sequence is of its last position's class."""
+    kinds = y.reshape(len(y), -1)[:, -1]
+    found = {}
+    for kind in set(kinds.tolist()):
+        mine = kinds == kind
+        found[kind] = float(goal.total(outputs[mine], y[mine])), y[mine].numel()
+    return found
 
 
 def choose_tests(there: int, wanted: int | None) -> Tensor:

@@ -454,7 +454,7 @@ def test_a_client_that_fails_is_left_out_and_named(
 
 
 def test_a_model_that_has_diverged_is_scored_as_null(tmp_path: Path, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("fedmpi.task.Task.score", lambda self, blocks: (Scored(0, math.nan, 25) for _ in blocks))
+    patch.setattr("fedmpi.task.Task.score", lambda self, blocks, **_: (Scored(0, math.nan, 25) for _ in blocks))
     report = train(settings_of(tmp_path, rounds=1))
     assert report.test_loss is not None and math.isnan(report.test_loss)
     assert metrics(tmp_path)[0]["test_loss"] is None and metrics(tmp_path)[0]["test_accuracy"] == 0
