@@ -10,7 +10,7 @@ import pytest
 from shell import metrics, sandbox, settings_of, train
 
 from fedmpi.cli import main
-from fedmpi.compare import COLUMNS, read, row, table
+from fedmpi.compare import COLUMNS, row, table
 from fedmpi.config import Eval
 from fedmpi.errors import UserError
 
@@ -88,11 +88,6 @@ def test_a_diverged_loss_is_a_dash(copied: Path) -> None:
     (copied / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rounds))
     cells = dict(zip(COLUMNS, row(copied), strict=True))
     assert cells["last loss"] == "-" and cells["last acc"] != "-"
-
-
-def test_read_gives_configuration_and_rounds(runs: list[Path]) -> None:
-    cfg, rounds = read(runs[0])
-    assert cfg["algorithm"] == "fedyogi" and rounds == metrics(runs[0])
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:

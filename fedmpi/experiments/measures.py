@@ -1,0 +1,120 @@
+"""What a run came to, in one number: the measures of the papers, each a function of a run, None where there is none.
+
+    best            the best test metric: the largest, or the smallest where it falls
+    last10, last20  the mean test metric of the last 10 or 20 scored rounds, or of as many as there are
+    final           the test metric of the last scored round
+    test_loss       the test loss of the last scored round
+    rounds:0.8      the first scored round at which the test metric has reached a value
+    train_loss20    the mean training loss of the last 20 rounds, None where one of them is not finite
+
+A round is scored when the test set was looked at in it (--eval.every).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from statistics import fmean
+
+from ..errors import UserError
+from .runs import Run
+
+PHASES = ("local", "wait", "reduce", "server", "gather", "meta", "eval")
+NAMES = "best, final, lastN, rounds:VALUE, test_loss or train_lossN"
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A measure by its name."""
+
+    name: str
+    of: Callable[[Run], float | None]
+    kind: str
+    """metric, rounds or loss: what it is a number of"""
+
+    def rises(self, run: Run) -> bool:
+        """Whether more of it is better."""
+        return self.kind == "metric" and run.rises
+
+
+def measure(name: str) -> Measure:
+    """The measure of that name; a `UserError` where there is none."""
+    plain: dict[str, tuple[Callable[[Run], float | None], str]] = {
+        "best": (best, "metric"),
+        "final": (final, "metric"),
+        "test_loss": (final_loss, "loss"),
+    }
+    if name in plain:
+        return Measure(name, *plain[name])
+    if found := re.fullmatch(r"(last|train_loss)([1-9]\d{0,8})", name):
+        mean, kind = (mean_last, "metric") if found[1] == "last" else (train_loss, "loss")
+        return Measure(name, partial(mean, count=int(found[2])), kind)
+    if found := re.fullmatch(r"rounds:(\d{1,9}(?:\.\d+)?)", name):
+        return Measure(name, partial(rounds_to, value=float(found[1])), "rounds")
+    raise UserError(f"unknown measure '{name}'; known: {NAMES}")
+
+
+def best(run: Run) -> float | None:
+    """The best test metric."""
+    return (max if run.rises else min)(run.series(run.score).values(), default=None)
+
+
+def mean_last(run: Run, count: int) -> float | None:
+    """The mean test metric of the last scored rounds."""
+    values = list(run.series(run.score).values())[-count:]
+    return fmean(values) if values else None
+
+
+def final(run: Run) -> float | None:
+    """The test metric of the last scored round."""
+    return mean_last(run, 1)
+
+
+def final_loss(run: Run) -> float | None:
+    """The test loss of the last scored round, None where it was not finite."""
+    scored = run.series(run.score)
+    return run.series("test_loss").get(max(scored)) if scored else None
+
+
+def rounds_to(run: Run, value: float) -> int | None:
+    """The first scored round with a test metric as good as `value`; None where it was never reached."""
+    scored = run.series(run.score).items()
+    return next((number for number, found in scored if (found >= value if run.rises else found <= value)), None)
+
+
+def train_loss(run: Run, count: int) -> float | None:
+    """The mean training loss of the last rounds. None where one of them is not finite: the others would flatter it."""
+    losses, last = run.series("train_loss"), run.records[-count:]
+    values = [losses[record["round"]] for record in last if record["round"] in losses]
+    return fmean(values) if values and len(values) == len(last) else None
+
+
+def total_bytes(run: Run) -> float:
+    """What all ranks sent in all rounds."""
+    return sum(run.series("bytes_sent").values())
+
+
+def total_seconds(run: Run) -> dict[str, float]:
+    """The seconds of all rounds by phase, in the order of a round, as far as the run's version timed them."""
+    named = in_order(phase for record in run.records for phase in record.get("seconds") or {})
+    return {phase: sum(run.series("seconds", phase).values()) for phase in named}
+
+
+def in_order(phases: Iterable[str]) -> list[str]:
+    """Each phase once, in the order of a round; what is not known behind."""
+    named = dict.fromkeys(phases)
+    return [*(phase for phase in PHASES if phase in named), *(phase for phase in named if phase not in PHASES)]
+
+
+def round_seconds(run: Run) -> dict[int, float]:
+    """round -> its seconds in all phases."""
+    parts = {record["round"]: (record.get("seconds") or {}).values() for record in run.records}
+    return {number: sum(value for value in values if value is not None) for number, values in parts.items()}
+
+
+def mean_of(run: Run, *path: str) -> float | None:
+    """The mean over the rounds of what stands under these keys: agreement, below_tau, kept."""
+    values = run.series(*path).values()
+    return fmean(values) if values else None

@@ -1,0 +1,288 @@
+"""Runs of any of our versions, read from their folders, and those that differ in the seed alone as groups.
+
+A run may be under way, or torn by a kill: it is read as far as it came. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..errors import UserError
+from ..folder import CONFIG, FINISHED, METRICS, read_json
+from .records import DEFAULTS, flat, read_goal, read_record, tree_of
+
+SWEEP, PARTITION = "sweep.json", "partition.json"
+
+IDLE: tuple[str, ...] = ("out", "comm", "timeout", "workers", "log", "resume", "max_minutes", "data_root", "memory.")
+IDLE += ("checkpoint.", "step.layout", "threads", "device", "deterministic", "min_clients", "evaluate", "eval.batch")
+"""knobs, and the beginnings of groups of them, that do not change what is learnt and measured, but for the last bits"""
+PLAIN = ("algorithm", "mask", "data", "split", "model")  # knobs whose value says enough in a label
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run folder tells."""
+
+    folder: Path
+    config: dict[str, Any]
+    """dotted knob -> value"""
+    records: list[dict[str, Any]]
+    """the sound lines of metrics.jsonl, by round"""
+    metric: str
+    """records have test_<metric>, None in rounds that were not scored"""
+    rises: bool
+    """whether more of the metric is better"""
+    finished: dict[str, Any]
+    """finished.json; empty where the run is not done"""
+    labels: dict[str, str]
+    """axis -> label where the run belongs to a sweep, without the seed"""
+
+    @property
+    def seed(self) -> int:
+        return int(self.config["seed"])
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def mask(self) -> str:
+        return str(self.config["mask"])
+
+    @property
+    def done(self) -> bool:
+        """Whether it had all its rounds."""
+        return bool(self.finished) or len(self.records) >= self.config["rounds"]
+
+    @property
+    def score(self) -> str:
+        """The key of the metric in a record."""
+        return f"test_{self.metric}"
+
+    @property
+    def sweep(self) -> Path | None:
+        """The sweep's folder, where the run belongs to one that has axes."""
+        return self.folder.resolve().parent if self.labels else None
+
+    def series(self, *path: str) -> dict[int, float]:
+        """round -> value of what stands under these keys of the records, where there is a number."""
+        found = {record["round"]: look_up(record, path) for record in self.records}
+        return {number: value for number, value in found.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ in nothing but the seed and what does not matter to the model."""
+
+    key: dict[str, str]
+    """axis -> label, or knob -> value, of what tells the groups at hand apart"""
+    label: str
+    """the key in few words"""
+    runs: list[Run]
+    """one for each seed, in the order of the seeds"""
+    repeats: list[Run] = dataclasses.field(default_factory=list)
+    """more runs of a seed that is there already: they say nothing about chance"""
+
+    @property
+    def first(self) -> Run:
+        """A run to read from what all of them share."""
+        return self.runs[0]
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self.first.config
+
+    @property
+    def metric(self) -> str:
+        return self.first.metric
+
+    @property
+    def rises(self) -> bool:
+        return self.first.rises
+
+    @property
+    def seeds(self) -> list[int]:
+        return [run.seed for run in self.runs]
+
+
+def look_up(record: dict[str, Any], path: Iterable[str]) -> Any:
+    """What stands in a record under these keys, one inside the other; None where there is nothing."""
+    found: Any = record
+    for key in path:
+        found = found.get(key) if isinstance(found, dict) else None
+    return found
+
+
+def read_run(folder: Path, whole: bool = False) -> Run:
+    """The run in a folder; a `UserError` for what is none, or, if it is to be `whole`, has lines that are no rounds."""
+    try:
+        config = flat(tree_of((folder / CONFIG).read_text(encoding="utf-8")))
+        lines = (folder / METRICS).read_bytes().splitlines(keepends=True)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise no_run(folder, error) from None
+    found = [read_record(line) for line in lines]
+    records = {record["round"]: record for record in found if record is not None}  # the last of a round counts
+    spoilt = [number for number, record in enumerate(found, 1) if record is None]
+    torn = bool(lines) and not lines[-1].endswith(b"\n")  # while its last round was written: a run even so
+    if spoilt and (whole or not (records or torn)):
+        raise no_run(folder, ValueError(f"line {spoilt[0]} of {METRICS} is no round"))
+    metric, rises = read_goal(read_json(folder / PARTITION).get("objective"), list(records.values()))
+    by_round = [records[number] for number in sorted(records)]
+    return Run(folder, config, by_round, metric, rises, read_json(folder / FINISHED), labels_of(folder))
+
+
+def no_run(folder: Path, why: Exception) -> UserError:
+    """The error for a folder that is no run's."""
+    text = " ".join(str(why).split())
+    return UserError(f"'{folder}' is no run folder that can be read ({text}); give the --out of a training run")
+
+
+def labels_of(folder: Path) -> dict[str, str]:
+    """The labels of a run in the sweep that it belongs to; empty where there is none."""
+    here = folder.resolve()
+    runs = read_json(here.parent / SWEEP).get("runs")
+    labels = runs.get(here.name) if isinstance(runs, dict) else None
+    return {str(k): str(v) for k, v in labels.items() if k != "seed"} if isinstance(labels, dict) else {}
+
+
+def find_runs(paths: list[Path]) -> list[Run]:
+    """The runs in these folders, each a run, a sweep or a tree with runs in it, in a stable order and none twice; a
+    `UserError` for a folder without one."""
+    found: dict[Path, Path] = {}
+    for path in paths:
+        folders = folders_in(path)
+        if not folders and not (path / CONFIG).exists():
+            raise no_run(path, ValueError("nor is there one below it"))
+        for folder in folders or [path]:  # the latter to be told what is amiss with it
+            found.setdefault(folder.resolve(), folder)
+    return [read_run(folder) for folder in found.values()]
+
+
+def folders_in(path: Path) -> list[Path]:
+    """The run folders at or below a path: those of a sweep in its order, others by name."""
+    if is_run(path):
+        return [path]
+    if (path / SWEEP).exists():
+        return [folder for folder in (path / name for name in sweep_runs(path)) if is_run(folder)]
+    try:
+        shown = [one for one in path.iterdir() if one.is_dir() and not one.name.startswith(".")]
+    except OSError as error:
+        raise no_run(path, error) from None
+    inside = [one for one in shown if not one.is_symlink() or is_run(one)]  # links to folders above would never end
+    return [folder for one in sorted(inside, key=natural) for folder in folders_in(one)]
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder has what every run has from its first moment on."""
+    return (folder / CONFIG).is_file() and (folder / METRICS).is_file()
+
+
+def natural(path: Path) -> list[tuple[int, str]]:
+    """A key that sorts names as people do: seed2 before seed10."""
+    return [(int(piece), "") if piece.isdecimal() else (-1, piece) for piece in re.split(r"(\d+)", path.name)]
+
+
+def read_sweep_record(folder: Path) -> dict[str, Any]:
+    """The sweep.json of a sweep folder; a `UserError` where it cannot be read."""
+    record = read_json(folder / SWEEP)
+    parts = [record.get("runs"), record.get("axes"), record.get("published", {})]
+    if not all(isinstance(part, dict) for part in parts) or not is_published(parts[-1]):
+        raise UserError(f"'{folder / SWEEP}' is no record of a sweep; start the sweep again, which writes it anew")
+    return record
+
+
+def is_published(part: Any) -> bool:
+    """Whether rows of a paper's table have the shape of such, where there are some."""
+    rows = part.get("rows", [])
+    columns = isinstance(part.get("columns", ""), str) and isinstance(part.get("measure", ""), str)
+    return columns and isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
+
+
+def sweep_runs(folder: Path) -> list[str]:
+    """The names of a sweep's run folders."""
+    names = list(read_sweep_record(folder)["runs"])
+    odd = [name for name in names if name in ("", ".", "..") or os.path.basename(name) != name]
+    if odd:
+        raise UserError(f"'{folder / SWEEP}' names '{odd[0]}', which is no folder beside it; start the sweep again")
+    return names
+
+
+def differences(runs: list[Run]) -> dict[str, list[Any]]:
+    """The knobs in which runs differ, with their values in the order of the runs; those that do not matter left out."""
+    names = dict.fromkeys([*DEFAULTS, *(name for run in runs for name in run.config)])
+    values = {name: [run.config.get(name) for run in runs] for name in names if not name.startswith(IDLE)}
+    return {name: column for name, column in values.items() if any(value != column[0] for value in column)}
+
+
+def essence(run: Run) -> dict[str, Any]:
+    """The knobs that make the model, without the seed. Plain averaging has no threshold, and sand alone a sharpness."""
+    unread = {"mean": ("tau", "sharpness"), "sand": ()}.get(run.mask, ("sharpness",))
+    left_out = ("seed", *unread)
+    return {k: v for k, v in run.config.items() if k not in left_out and not k.startswith(IDLE)}
+
+
+def group(runs: list[Run]) -> list[Group]:
+    """The runs in groups that differ in the seed alone, in the order in which they first come: by the labels where all
+    belong to one sweep, else by the knobs."""
+    sweeps = {run.sweep for run in runs}
+    swept = len(sweeps) == 1 and None not in sweeps
+    keys, members = [], list[list[Run]]()
+    for run in runs:
+        key = dict(run.labels) if swept else essence(run)
+        if key not in keys:
+            keys.append(key)
+            members.append([])
+        members[keys.index(key)].append(run)
+    apart = telling(keys)
+    return [
+        make_group({name: word(key[name]) for name in apart if name in key}, found)
+        for key, found in zip(keys, members, strict=True)
+    ]
+
+
+def telling(keys: list[dict[str, Any]]) -> list[str]:
+    """The names that tell keys apart, without those that say nothing new: a rate that goes with its algorithm."""
+    kept: list[str] = []
+    classes = 1
+    for name in dict.fromkeys(name for key in keys for name in key):
+        finer = len({tuple(word(key.get(one)) for one in [*kept, name]) for key in keys})
+        if finer > classes:
+            kept, classes = [*kept, name], finer
+    return kept
+
+
+def make_group(key: dict[str, str], runs: list[Run]) -> Group:
+    """The group of runs with a key; of several with one seed, the one that came furthest stands for it."""
+    ahead = sorted(runs, key=lambda run: -len(run.records))
+    best = {run.seed: run for run in reversed(ahead)}
+    chosen = [best[seed] for seed in sorted(best)]
+    return Group(key, describe(key, runs[0]), chosen, [run for run in runs if all(run is not one for one in chosen)])
+
+
+def describe(key: dict[str, str], run: Run) -> str:
+    """A key in few words: values that speak for themselves alone, others behind their name."""
+    parts = [value if speaks(name, value) else f"{name} {value}" for name, value in key.items()]
+    parts = parts or [run.config["algorithm"], run.mask]
+    return (", " if any(" " in part for part in parts) else " ").join(parts)
+
+
+def speaks(name: str, value: str) -> bool:
+    """Whether a value needs no name in front: a word, of a knob of words or an axis that a sweep has named itself."""
+    number = re.fullmatch(r"[-+\d.e]+|true|false|null|inf", value) is not None
+    return not number and (name in PLAIN or name not in DEFAULTS)
+
+
+def word(value: Any) -> str:
+    """A knob's value as people write it."""
+    if isinstance(value, float) and float(f"{value:g}") == value:
+        return f"{value:g}"
+    return value if isinstance(value, str) else json.dumps(value)
