@@ -3,6 +3,7 @@ again, 130 interrupted, anything else a fault."""
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import signal
@@ -32,6 +33,10 @@ USAGE = f"""fedmpi {__version__}: {ABOUT}
 commands:
   train     train a model; 'fedmpi train --help' lists every knob
   compare   a table of runs: 'fedmpi compare RUN [RUN ...]'
+  sweep     many runs from one file: 'fedmpi sweep FILE'; goes on where it was left
+  report    a page, pictures and tables of runs: 'fedmpi report RUN [RUN ...] --out DIR'
+  recipes   the bundled experiments, one line each
+  attack    membership inference against finished runs: 'fedmpi attack RUN [RUN ...]'
   data      data sets: 'fedmpi data list', 'prepare' and 'show'; 'fedmpi data --help' tells more
   plan      what a run would send, hold and wait for: 'fedmpi plan --ranks 2 4 64 ...'
   submit    hand a run to Slurm: 'fedmpi submit --nodes 2 --time 60 -- train ...'
@@ -70,6 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         complain("interrupted")
         return 130
+    except BrokenPipeError:  # nobody reads any more, as behind '| head'
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it exits
+        return 0
 
 
 def train(arguments: list[str]) -> int:
@@ -125,6 +133,7 @@ def keep_code(code: int) -> None:
     would look like a fault, which is worth another try."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
+        atexit.register(signal.signal, signal.SIGTERM, signal.SIG_IGN)  # no handler runs any more while Python ends
 
 
 def on_this_rank(prepared: Prepared, comm: Comm, place: Place, device: torch.device, began: float) -> int:
@@ -192,6 +201,10 @@ def elsewhere(module: str, function: str = "main") -> Callable[[list[str]], int]
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": train,
     "compare": compare,
+    "sweep": elsewhere("experiments.sweep"),
+    "report": elsewhere("experiments.report"),
+    "recipes": elsewhere("experiments.recipes"),
+    "attack": elsewhere("experiments.attack"),
     "data": elsewhere("datacmd"),
     "plan": elsewhere("plan"),
     "submit": elsewhere("cluster", "submit"),

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import os
 import re
 import reprlib
+import shlex
 from collections.abc import Callable, Iterable
 from importlib import resources
 from pathlib import Path
@@ -28,6 +30,7 @@ T = TypeVar("T")
 MOST_BYTES = 1_000_000  # of a configuration, which has a few thousand
 LONG = re.compile(r"[-+]?(?:[\d_:]{100,}|0x[\da-f_]{100,}|0b[01_]{100,})", re.IGNORECASE)  # float32 ends at 39 digits
 DEEPEST = 8  # of groups in groups, of which a configuration has two
+SWEEP = {"grid", "variants", "seeds"}  # what a sweep file has, and a run's configuration has not
 ABOUT = "Train a model by federated learning. null means: chosen by the algorithm or by the machine."
 
 
@@ -48,8 +51,14 @@ def from_values(values: dict[str, Any]) -> Config:
     """The configuration with these values, groups as dicts or as dataclasses; checked like a command line."""
     tree = {k: plain(v) for k, v in values.items()}
     check_keys("fedmpi.train", tree, knobs(Config()))
-    parser = make_parser("fedmpi.train", ABOUT, Config, helps=False)
+    parser = parser_of_values()
     return filled(parser, Config, lambda: parser.parse_object(tree))
+
+
+@functools.cache
+def parser_of_values() -> jsonargparse.ArgumentParser:
+    """A parser for values, made once: making it takes longer than using it, and a sweep has hundreds of runs."""
+    return make_parser("fedmpi.train", ABOUT, Config, helps=False)
 
 
 def plain(value: Any) -> Any:
@@ -92,6 +101,16 @@ def recipes() -> dict[str, Path]:
     """The bundled recipes by name."""
     folder = Path(str(resources.files("fedmpi") / "recipes"))
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def single_runs() -> dict[str, Path]:
+    """Those of the bundled recipes that are one run, and not a sweep."""
+    return {name: path for name, path in recipes().items() if not is_sweep(read_yaml(path, str(path)))}
+
+
+def is_sweep(tree: Any) -> bool:
+    """Whether a YAML file is a sweep rather than the configuration of a run."""
+    return isinstance(tree, dict) and not SWEEP.isdisjoint(tree)
 
 
 def files_first(arguments: list[str]) -> list[str]:
@@ -139,13 +158,21 @@ def find_file(name: str) -> Path:
     elif not os.path.exists(path):  # Path.exists raises for a name that is too long
         near = nearest(name, recipes())
         hint = f"did you mean '{near}'? " if near else ""
-        raise UserError(f"--config '{name}' is neither a file nor a recipe; {hint}recipes: {', '.join(recipes())}")
-    check_file(path)
+        raise UserError(f"--config '{name}' is neither a file nor a recipe; {hint}recipes: {', '.join(single_runs())}")
+    check_file(path, name)
     return path
 
 
-def check_file(path: Path) -> None:
-    """Refuse a YAML file that cannot be read or that names what is no knob; values are left to the parser."""
+def check_file(path: Path, name: str) -> None:
+    """Refuse a YAML file that cannot be read, is a sweep, or names what is no knob; values are left to the parser."""
+    tree = read_yaml(path, f"--config {path}")
+    if is_sweep(tree):
+        raise UserError(f"--config {name} is a sweep; run it with 'fedmpi sweep {shlex.quote(name)}'")
+    check_keys(f"--config {path}", tree, knobs(Config()))
+
+
+def read_yaml(path: Path, where: str) -> Any:
+    """What a YAML file holds; a `UserError` for one that cannot be read, or that stands for more than it says."""
     try:
         if not path.is_file() and not path.is_dir():
             raise ValueError("it is no file but a device or a pipe")  # which may never end
@@ -154,11 +181,10 @@ def check_file(path: Path) -> None:
         text = path.read_text(encoding="utf-8")
         refuse_bomb(text)
         refuse_twice(yaml.compose(text, Loader=yaml.SafeLoader))
-        tree = yaml.safe_load(text)
+        return yaml.safe_load(text)
     except (OSError, ValueError, yaml.YAMLError) as error:
         why = " ".join(str(error).split())
-        raise UserError(f"--config {path} cannot be read as YAML ({why}); correct it or give another file") from None
-    check_keys(f"--config {path}", tree, knobs(Config()))
+        raise UserError(f"{where} cannot be read as YAML ({why}); correct it or give another file") from None
 
 
 def refuse_comment(name: str, value: str) -> None:

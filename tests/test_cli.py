@@ -153,7 +153,7 @@ def test_an_unknown_recipe_is_told_its_neighbour(recipe: Path, capsys: pytest.Ca
 
 
 def test_every_bundled_recipe_is_a_sound_configuration() -> None:
-    for name in options.recipes():
+    for name in options.single_runs():
         run.prepare(parse(["--config", name]))
 
 

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 from conftest import REPO, rank_environment
-from shell import sandbox, settings_of, train
 
 from fedmpi.algorithms import ALGORITHMS
 from fedmpi.masks import MASKS
-from fedmpi.options import parse, recipes
+from fedmpi.options import parse, single_runs
 from fedmpi.run import prepare
 
 PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md")), REPO / "CONTRIBUTING.md", REPO / "CHANGELOG.md"]
@@ -66,7 +65,7 @@ def test_the_readme_lists_every_algorithm_and_mask() -> None:
     assert set(rows) == set(ALGORITHMS) | set(MASKS)
 
 
-@pytest.mark.parametrize("name", recipes())
+@pytest.mark.parametrize("name", single_runs())
 def test_every_recipe_is_a_sound_configuration(name: str) -> None:
     prepare(parse(["--config", name]))
 
@@ -112,26 +111,3 @@ def test_every_benchmark_explains_itself_and_is_in_the_documents() -> None:
     assert done.returncode == 0, done.stderr
     rows = {row["path"]: row for row in map(json.loads, done.stdout.splitlines())}
     assert rows["plain"]["ratio"] == 1.0 and rows["contiguous"]["ratio"] > 0
-
-
-def test_the_script_of_the_figures_draws_runs_and_refuses_what_is_none(tmp_path: Path) -> None:
-    with sandbox():
-        train(settings_of(tmp_path / "run", rounds=3))
-    script = [sys.executable, str(REPO / "docs" / "figures.py")]
-    picture = tmp_path / "curves.png"
-    done = subprocess.run(
-        [*script, str(tmp_path / "run"), "--out", str(picture)],
-        env=rank_environment(),
-        capture_output=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    done = subprocess.run(
-        [*script, str(tmp_path), "--out", str(picture)],
-        env=rank_environment(),
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
