@@ -22,6 +22,7 @@ from fedmpi.experiments.results import (
     cost_table,
     published_table,
     reach_table,
+    runs_table,
     summary_table,
 )
 from fedmpi.experiments.runs import Run, find_runs, group, read_sweep_record
@@ -517,3 +518,12 @@ def test_runs_of_every_version_come_to_every_table() -> None:
         seed: max(run.series("test_accuracy").values()) for run in groups[0].runs if run.done for seed in [run.seed]
     }
     assert isinstance(row[3], Number) and row[3].value == pytest.approx(sum(best.values()) / 5)
+
+
+def test_every_run_by_itself() -> None:
+    runs = [made([0.2, 0.1 * seed + 0.3], mask=mask, seed=seed) for mask in ("mean", "gma") for seed in (1, 0)]
+    table = runs_table(group(runs))
+    raw = list(csv.DictReader(io.StringIO(to_csv(table))))
+    assert [(row["mask"], row["seed"]) for row in raw] == [("mean", "0"), ("mean", "1"), ("gma", "0"), ("gma", "1")]
+    assert [float(row["best accuracy"]) for row in raw] == pytest.approx([0.3, 0.4, 0.3, 0.4])
+    assert [row["rounds"] for row in raw] == ["2"] * 4
