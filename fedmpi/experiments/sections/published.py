@@ -26,7 +26,8 @@ def section(material: Material) -> Section:
         return Section(KEY, TITLE, [Absent(text)])
     if table is None:
         source = said.get("source") or "What was published"
-        return Section(KEY, TITLE, [Absent(f"{source} has no numbers of a kind that can be put beside what was measured.")])
+        text = f"{source} has no numbers of a kind that can be put beside what was measured."
+        return Section(KEY, TITLE, [Absent(text)])
     return Section(KEY, TITLE, [Named("published", table), *picture(table)])
 
 
