@@ -37,8 +37,9 @@ def test_every_command_in_the_documents_is_accepted(
     words = shlex.split(command.partition(" > ")[0], comments=True)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my.yaml").write_text("tau: 0.3\n")
-    (tmp_path / "runs" / "b").mkdir(parents=True)
-    (tmp_path / "runs" / "b" / "config.yaml").write_text("tau: 0.3\n")
+    for run in ("b", "first"):
+        (tmp_path / "runs" / run).mkdir(parents=True)
+        (tmp_path / "runs" / run / "config.yaml").write_text("tau: 0.3\n")
     prepare(parse([word for word in words if word not in ("...", "--print_config")]))
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import functools
 import json
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import rank_environment
 
 from fedmpi import options
 from fedmpi.cli import main
@@ -310,3 +313,9 @@ def test_numbers_in_names_are_in_their_order() -> None:
     names = ["a-table10", "a-table9-x", "a-fig3d", "a-fig3", "b"]
     found = [name for name, _ in ordered({name: Path(name) for name in names})]
     assert found == ["a-fig3", "a-fig3d", "a-table9-x", "a-table10", "b"]
+
+
+def test_a_reader_that_leaves_early_is_no_fault() -> None:
+    command = f"'{sys.executable}' -m fedmpi recipes | head -n 1"
+    done = subprocess.run(["bash", "-c", command], env=rank_environment(), capture_output=True, text=True, timeout=100)
+    assert done.stderr == "" and done.stdout.count("\n") == 1
