@@ -74,8 +74,8 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_an_unknown_command_is_told_its_neighbour(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused(capsys, "trian") == (
-        "unknown command 'trian'; did you mean 'train'? known: cancel, compare, data, doctor, plan, requeue, status, "
-        "submit, train"
+        "unknown command 'trian'; did you mean 'train'? known: attack, cancel, compare, data, doctor, plan, "
+        "recipes, report, requeue, status, submit, sweep, train"
     )
 
 

@@ -124,6 +124,11 @@ def test_of_losses_the_smaller_one_is_ahead(tmp_path: Path) -> None:
     assert hope(tmp_path, [2.0, 2.0], [[3.0, 3.0], [4.0, 4.0]], Stop(2, 2), "train_loss") == ""
 
 
+def test_a_run_that_is_far_ahead_is_compared_where_the_others_are(tmp_path: Path) -> None:
+    said = hope(tmp_path, [0.1, 0.2, 0.2, 0.9, 0.9, 0.9], [[0.1, 0.3, 0.3], [0.1, 0.4, 0.4]], Stop(after=2, every=2))
+    assert said.startswith("best was 0.2000 by round 2")
+
+
 def test_one_other_is_too_few_and_so_is_one_that_has_not_come_so_far(tmp_path: Path) -> None:
     assert hope(tmp_path, [0.1, 0.1], [[0.1, 0.9], [0.9]], Stop(after=2, every=2)) == ""
 

@@ -59,11 +59,12 @@ def start(*arguments: object, **environ: str) -> subprocess.Popen[str]:
 
 
 def sweep(*arguments: object, **environ: str) -> tuple[int, str, str]:
-    process = start(*arguments, **environ)
-    try:
-        out, err = process.communicate(timeout=200)
-    finally:
-        process.kill()
+    with start(*arguments, **environ) as process:
+        try:
+            out, err = process.communicate(timeout=200)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # and with it the runs
+            raise
     return process.returncode, out, err
 
 
@@ -111,13 +112,12 @@ def test_a_sweep_runs_what_is_not_done(tmp_path: Path) -> None:
 def test_told_to_end_the_runs_save_and_the_same_command_goes_on(tmp_path: Path, number: signal.Signals) -> None:
     knobs = base(rounds=60, local={"steps": 100}, checkpoint={"every": 2, "minutes": 0, "keep": 200})
     file, home = write(tmp_path, base=knobs, seeds=1, grid={"mask": ["gma"]}), tmp_path / "out"
-    process = start(file, "--out", home)
-    try:
-        wait_for(lambda: (home / "gma_s0" / "checkpoints" / "round-2").exists())
-        process.send_signal(number)
+    with start(file, "--out", home) as process:
+        try:
+            wait_for(lambda: (home / "gma_s0" / "checkpoints" / "round-2").exists())
+        finally:
+            process.send_signal(number)
         out, err = process.communicate(timeout=60)
-    finally:
-        process.kill()
     assert process.returncode == 75 and "the same command goes on" in err
     assert "gma_s0 stopped after round" in out and folder.holder(home / "gma_s0") is None
     code, out, _ = sweep(file, "--out", home)
@@ -172,14 +172,11 @@ def test_a_run_of_somebody_else_is_waited_for(tmp_path: Path) -> None:
     (home / "sweep.json").write_text('{"runs": {}, "axes": {}}')
     with folder.held(run, Place("alone", 0, 1, 0, 1), {}, 10):
         process = start(file, "--out", home)
-        try:
-            assert process.stdout is not None
-            lines = [process.stdout.readline() for _ in range(2)]
-        except BaseException:
-            process.kill()
-            raise
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(2)]
+    with process:
+        out, _ = process.communicate(timeout=120)
     assert f"is run by process {os.getpid()}" in lines[1]
-    out, _ = process.communicate(timeout=120)
     assert process.returncode == 0 and "gma_s0 finished" in out
 
 

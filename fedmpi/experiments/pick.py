@@ -106,20 +106,21 @@ def due(round: int, stop: Stop) -> int:
 
 
 def without_hope(point: Point, points: list[Point], folder: Path, sweep: Sweep) -> str:
-    """Why a run is to be given up: it is behind most others of its cell and seed at the last round at which they are
-    compared. Empty: it may go on."""
+    """Why a run is to be given up: it is behind most others of its cell and seed, at the last round of comparison that
+    it and enough of them have come to. Empty: it may go on."""
     rule, stop = sweep.choose, sweep.stop
     if rule is None or stop is None or not is_run(folder / point.name):
         return ""
     run = read_run(folder / point.name)
-    at = due(run.records[-1]["round"] if run.records else 0, stop)
+    rivals = [p for p in points if p.seed == point.seed and p.name != point.name and same_cell(p, point, rule)]
+    there = [read_run(folder / p.name) for p in rivals if is_run(folder / p.name)]
+    furthest = sorted((rounds_of(one) for one in there), reverse=True)
+    at = due(min(rounds_of(run), furthest[FEWEST - 1]), stop) if len(there) >= FEWEST else 0
     if not at:
         return ""
     judged = judge(rule)
     own = standing(run, at, judged)
-    rivals = [p for p in points if p.seed == point.seed and p.name != point.name and same_cell(p, point, rule)]
-    there = [read_run(folder / p.name) for p in rivals if is_run(folder / p.name)]
-    as_far = [one for one in there if one.records and one.records[-1]["round"] >= at]
+    as_far = [one for one in there if rounds_of(one) >= at]
     values = [value for one in as_far if (value := standing(one, at, judged)) is not None]
     if len(values) < FEWEST:
         return ""
@@ -129,6 +130,11 @@ def without_hope(point: Point, points: list[Point], folder: Path, sweep: Sweep) 
     told = "not finite" if own is None else f"{own:.4f}"
     level = f"{bar:.4f} is level with {stop.quantile:.0%} of {len(values)} others"
     return f"{judged.name} was {told} by round {at}, and {level}"
+
+
+def rounds_of(run: Run) -> int:
+    """The rounds that a run has done."""
+    return int(run.records[-1]["round"]) if run.records else 0
 
 
 def standing(run: Run, at: int, judged: Measure) -> float | None:
