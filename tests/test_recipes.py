@@ -19,13 +19,13 @@ from fedmpi.cli import main
 from fedmpi.config import Config
 from fedmpi.data import split
 from fedmpi.errors import UserError
-from fedmpi.experiments import grid
+from fedmpi.experiments import sweepfile
 from fedmpi.experiments.grid import Point, Sweep, label_of, points
 from fedmpi.experiments.measures import measure
 from fedmpi.experiments.recipes import PAPERS, ordered
 from fedmpi.run import prepare
 
-read_sweep = functools.cache(grid.read_sweep)
+read_sweep = functools.cache(sweepfile.read_sweep)
 ALL = options.recipes()
 SINGLE = sorted(options.single_runs())
 SWEEPS = sorted(set(ALL) - set(SINGLE))

@@ -1,6 +1,6 @@
 """From one command to a table, a plot and a page: sweeps of runs, what is read off them, and the report.
 
-    grid                 what a sweep file says, and the runs that it stands for
+    sweepfile, grid      what a sweep file says; a sweep as data, and the runs that it stands for
     orders, pick         what there is to do; the best learning rates, and runs without hope
     here, crew, there    runs on this machine, their processes; runs as a job array
     overview, sweep      a sweep at a glance; the command

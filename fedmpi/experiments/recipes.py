@@ -14,7 +14,8 @@ from pathlib import Path
 from ..cluster import Nothing
 from ..errors import unknown
 from ..options import filled, is_sweep, make_parser, read_yaml, recipes
-from .grid import points, read_sweep
+from .grid import points
+from .sweepfile import read_sweep
 
 ABOUT = "The bundled experiments, one line each, or the file of one of them."
 HINT = (

@@ -16,10 +16,11 @@ from ..cluster import check as check_submission
 from ..config import check_bounds, knob
 from ..errors import AGAIN, UserError, complain
 from ..options import filled, make_parser
-from .grid import Point, changed, narrowed, points, read_sweep
+from .grid import Point, points
 from .orders import LOGS, Todo, describe, make_todo
 from .overview import Screen, rows_of, table
 from .pick import CHOSEN, in_words, pick, record
+from .sweepfile import changed, narrowed, read_sweep
 
 ABOUT = (
     "Run every point of a sweep file, or of a bundled one ('fedmpi recipes' lists them). Given again, it goes on: "
