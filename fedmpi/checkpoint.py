@@ -183,7 +183,7 @@ class Saver:
         with agreed(self.comm):
             if self.comm.rank == 0:
                 (self.base / CLIENTS).mkdir(mode=0o700, parents=True, exist_ok=True)
-                for left in self.base.glob(".*"):
+                for left in (*self.base.glob(".*"), *(self.base / CLIENTS).glob(".*")):
                     remove(left)
                 for number in rounds_in(self.base):
                     if number > self.kept:  # found damaged: among those that are kept it would take a sound one's place
@@ -336,7 +336,9 @@ class Saver:
             discard(self.base / f"round-{number}")
         for path in (self.base / CLIENTS).iterdir():
             match = NAME.match(path.name)
-            coming = self.token in path.name and match is not None and int(match[1]) > newest
+            if match is None:
+                continue  # safetensors writes into a file of another name first, perhaps just now
+            coming = self.token in path.name and int(match[1]) > newest
             if path.name not in used and not coming:
                 remove(path)
 

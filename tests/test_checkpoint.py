@@ -261,6 +261,18 @@ def test_files_of_which_less_than_half_is_valid_are_written_anew_and_go(tmp_path
     assert restored(tmp_path) == {0: 200.0, 1: 401.0, 2: 302.0, 3: 103.0}
 
 
+def test_what_another_rank_is_just_writing_is_left_alone_until_the_next_life(tmp_path: Path) -> None:
+    """safetensors writes into a file of its own naming first; to remove that would make the other rank's save fail."""
+    state, underway = of_memories(), tmp_path / "checkpoints" / "clients" / ".tmpA1b2C3"
+    with Saver(tmp_path, each(keep=1), FACTS, SoloComm(), None) as saver:
+        state = keep_rows(saver, state, 1, [0, 1])
+        underway.touch()
+        state = keep_rows(saver, state, 2, [0, 1])
+        assert underway.exists()
+    with Saver(tmp_path, each(keep=1), FACTS, SoloComm(), None):
+        assert not underway.exists()
+
+
 def restored(out: Path, ranks: int = 1) -> dict[int, float]:
     """The first number that each client kept, as read on so many ranks."""
 
