@@ -1,4 +1,4 @@
-"""What a run tells: a line a round and a bar on rank 0, `metrics.jsonl` always, other tools if wanted (sinks.py).
+"""What a run tells: a line a round and a bar on rank 0, `metrics.jsonl` always, other tools if wanted (sinks/).
 
 Metrics are lines of JSON, each written whole and flushed, so that a run can be followed and a killed one keeps what
 it had.

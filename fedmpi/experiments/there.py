@@ -26,8 +26,9 @@ def submit(todo: Todo, asked: Submission, at_once: int | None, screen: Screen) -
     done = len(todo.points) - len(todo.left)
     screen.say(f"{todo.sweep.name}: {len(todo.points)} runs in {todo.home}, {done} done, {busy} in the queue already")
     if jobs:
-        array = jobs[0].id.partition("_")[0]
-        screen.say(f"{len(jobs)} submitted as job array {array}; see 'fedmpi sweep ... --status', or add --watch")
+        array, element, _ = jobs[0].id.partition("_")
+        what = f"job {'array ' * bool(element)}{array}"
+        screen.say(f"{len(jobs)} submitted as {what}; see 'fedmpi sweep ... --status', or add --watch")
 
 
 def watch(todo: Todo, at_once: int, screen: Screen) -> bool:
