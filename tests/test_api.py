@@ -45,7 +45,6 @@ def patch(tmp_path: Path) -> Iterator[pytest.MonkeyPatch]:
         patch.chdir(tmp_path)
         patch.setattr(api, "find_place", lambda environ: ALONE)
         patch.setattr(api, "_connected", [])
-        patch.setattr(sys, "path", sys.path[:])
         patch.setattr(sys, "dont_write_bytecode", True)
         yield patch
 

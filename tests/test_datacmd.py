@@ -546,12 +546,9 @@ def tokens(): return (torch.arange(50).view(-1, 1) % 7, torch.arange(50) % 5), (
 
 
 @pytest.fixture
-def own(tmp_path: Path, patch: pytest.MonkeyPatch) -> Iterator[None]:
+def own(tmp_path: Path, patch: pytest.MonkeyPatch) -> None:
     """A module with data of one's own, in the folder where the command is started."""
     (tmp_path / "here" / "own_data_to_show.py").write_text(OWN)
-    patch.setattr(sys, "path", sys.path[:])
-    yield
-    sys.modules.pop("own_data_to_show", None)
 
 
 @pytest.mark.usefixtures("own")

@@ -207,15 +207,14 @@ OURS = [line for line in LINES if line.startswith("fedmpi train --data my_data:"
 
 @pytest.fixture
 def page(tmp_path: Path) -> Iterator[Path]:
-    """A folder with the page's file to work in; no trace of the module afterwards."""
+    """A folder with the page's file to work in."""
     (tmp_path / "my_data.py").write_text("\n\n".join(BLOCKS[:-1]))
     with sandbox() as patch:
         patch.chdir(tmp_path)
         patch.setattr(api, "find_place", lambda environ: ALONE)
-        patch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+        patch.syspath_prepend(tmp_path)
         patch.setattr(sys, "dont_write_bytecode", True)
         yield tmp_path
-    sys.modules.pop("my_data", None)
 
 
 def words(command: str) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -670,20 +669,12 @@ def echo(knobs: LocalKnobs) -> LocalRule:
     return LocalRule(lambda job: LocalResult(run(job).delta_P, sends={"twice": 2 * job.x_P}), sends=(Channel("twice"),))
 
 
-@pytest.fixture
-def path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Puts back the path that an import of a user's rule appends to."""
-    monkeypatch.setattr(sys, "path", [*sys.path])
-
-
-@pytest.mark.usefixtures("path")
 def test_a_plain_function_of_a_job_is_a_rule() -> None:
     rule = make_local(f"{__name__}:sign_descent", LocalKnobs(lr=0.25))
     assert isinstance(rule, LocalRule) and (rule.sends, rule.keeps, rule.normalised) == ((), (), False)
     assert values(rule(Parabola((1.0, -3.0), [(0.0, 0.0)] * 2))) == {"delta": [-0.5, 0.5], "steps": [1.0]}
 
 
-@pytest.mark.usefixtures("path")
 def test_a_rule_from_outside_keeps_what_it_declares() -> None:
     rule = make_local(f"{__name__}:echo", LocalKnobs(lr=lambda t: 0.25 * t))
     assert rule.sends == (Channel("twice", to="shared"),)
@@ -695,7 +686,6 @@ def three(knobs: LocalKnobs) -> int:
     return 3
 
 
-@pytest.mark.usefixtures("path")
 def test_what_cannot_be_called_with_a_job_is_refused() -> None:
     with pytest.raises(UserError, match=f"local rule '{__name__}:three' returned int; it must .*a function of a job"):
         make_local(f"{__name__}:three", LocalKnobs())

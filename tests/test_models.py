@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -481,14 +481,12 @@ knot.extra = torch.ones(1, requires_grad=True) * 2
 
 
 @pytest.fixture
-def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of a module in the current folder that holds a user's models."""
     (tmp_path / "my_models.py").write_text(MINE)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", sys.path[:])
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    yield "my_models"
-    sys.modules.pop("my_models", None)
+    return "my_models"
 
 
 @pytest.mark.parametrize("name", ["flat", "Wide", "lazy", "ready"])

@@ -44,16 +44,13 @@ CHOICES = {
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """The page's files in the current folder, the tiny data in the table; no trace of the module afterwards."""
+    """The page's files in the current folder, the tiny data in the table."""
     (tmp_path / "my_rules.py").write_text("\n\n".join(b for b in BLOCKS if not b.startswith(TEST)))
     (tmp_path / "test_my_rules.py").write_text("\n\n".join(b for b in BLOCKS if b.startswith(TEST)))
     with sandbox() as patch:
         patch.chdir(tmp_path)
-        patch.setattr(sys, "path", [*sys.path])
         patch.setattr(sys, "dont_write_bytecode", True)
         yield tmp_path
-    for name in ("my_rules", "test_my_rules"):
-        sys.modules.pop(name, None)
 
 
 def prepared(choice: str, out: str) -> Prepared:
@@ -152,11 +149,8 @@ def test_the_pages_own_test_passes() -> None:
 def test_the_errors_are_those_of_the_page(options: str, said: str, folder: Path) -> None:
     (folder / "broken.py").write_text("def agreement(:\n")
     (folder / "wrong.py").write_text("def keep(votes, clients):\n    return 1\n\ndef step(knobs):\n    return keep\n")
-    try:
-        with pytest.raises(UserError) as caught:
-            prepared(options, "out")
-    finally:
-        sys.modules.pop("wrong", None)
+    with pytest.raises(UserError) as caught:
+        prepared(options, "out")
     assert str(caught.value).startswith(said)
     words = re.sub(r"'(broken|wrong):", "'my_rules:", said).removesuffix(" ")
     assert words in PAGE

@@ -464,14 +464,12 @@ OPTIONS = "--split iid --clients 4 --cohort 2 --rounds 3 --local.batch 5 --local
 
 
 @pytest.fixture
-def folder(patch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+def folder(patch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The current folder, with the module `own_sets` in it."""
     (tmp_path / "own_sets.py").write_text(MODULE)
     patch.chdir(tmp_path)
-    patch.setattr(sys, "path", [*sys.path])
     patch.setattr(sys, "dont_write_bytecode", True)
-    yield tmp_path
-    sys.modules.pop("own_sets", None)
+    return tmp_path
 
 
 def trained(name: str, *more: str) -> int:

@@ -116,16 +116,12 @@ def limping(knobs):
 
 @pytest.fixture(autouse=True)
 def patch(tmp_path: Path) -> Iterator[pytest.MonkeyPatch]:
-    """A folder with a module `mine` to work in; modules and the path put back afterwards."""
+    """A folder with a module `mine` to work in."""
     (tmp_path / "mine.py").write_text(MINE)
     with sandbox() as patch:
         patch.chdir(tmp_path)
-        patch.setattr(sys, "path", sys.path[:])
         patch.setattr(sys, "dont_write_bytecode", True)
         yield patch
-    for name, module in list(sys.modules.items()):
-        if str(getattr(module, "__file__", None) or "").startswith(str(tmp_path)):
-            del sys.modules[name]
 
 
 # Where a name is looked for
