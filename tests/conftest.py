@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sys
@@ -27,12 +28,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
+PATH = sys.path[:]
+
+
 @pytest.fixture(autouse=True)
-def imports_undone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Puts back what an import of a user's module leaves: the folder on the path, and the module of a test's folder."""
-    path = sys.path[:]
+def traces_removed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Puts back what a command leaves that ran in this process: the package's logger, and of a user's module the folder
+    on the path and the module itself."""
     yield
-    sys.path[:] = path
+    logger = logging.getLogger("fedmpi")
+    logger.handlers[:], logger.level, logger.propagate = [], logging.NOTSET, True
+    sys.path[:] = PATH
     base = str(tmp_path_factory.getbasetemp())
     for name, module in list(sys.modules.items()):
         if str(getattr(module, "__file__", None) or "").startswith(base):

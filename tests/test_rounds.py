@@ -197,7 +197,6 @@ def test_an_unusable_client_is_left_out_named_and_renormalised_away(
     mask: str, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Four of five deliver, and agreement is over those four: at tau 0.5 two net votes agree; of five, three."""
-    logging.getLogger("fedmpi").propagate = True
     cohort = draw(11, 1, tasks(1)[0].partition.sizes, 5, 1)
     victim = cohort.cids[2]
     algo = algorithm(mask, tau=0.5, local=spoiled(kind, {victim}))
@@ -509,7 +508,6 @@ def test_a_client_that_delivers_other_than_its_rule_declares_is_left_out(
     given: dict, sentence: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A vector of another length than the parameters' cannot be averaged with the others."""
-    logging.getLogger("fedmpi").propagate = True
     lengths = {"short": PARAMS - 1, "long": 2 * LENGTH}
 
     def vector(what: object) -> torch.Tensor:
@@ -566,7 +564,6 @@ def test_the_server_multiplies_by_the_weighted_mean_of_the_steps(size: int, how:
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf"), 2.0**20])
 def test_steps_that_cannot_be_averaged_leave_their_client_out(bad: float, caplog: pytest.LogCaptureFixture) -> None:
-    logging.getLogger("fedmpi").propagate = True
     victim = FIRST.cids[0]
     states, reports = federate(2, algorithm("mean", local=stepping({victim: bad})), plan(rounds=1))
     assert reports[0].dropped == (victim,)

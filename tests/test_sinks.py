@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import logging
 import socket
 import subprocess
 import sys
@@ -361,7 +360,6 @@ def test_a_failure_is_told_once(
 ) -> None:
     patch.setitem(sinks.SINKS, "tensorboard", Broken)
     patch.setattr(Broken, "takes", takes)
-    patch.setattr(logging.getLogger("fedmpi"), "propagate", True)
     with Log(tmp_path, 4, ["tensorboard"], speaks=True) as log:
         for round in range(1, 5):
             log.round(Report(round, 2, (), 1.0, 0.5, 0.5, 8, SECONDS))
