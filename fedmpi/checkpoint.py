@@ -43,7 +43,7 @@ from torch import Tensor
 from . import __version__, folder
 from .cohort import home
 from .comm import Comm, agreed, common_trouble
-from .config import Checkpoint
+from .config import FREE, Checkpoint
 from .errors import CommonError, UserError
 from .memory import Memory
 from .rounds import State
@@ -520,12 +520,6 @@ def understood(there: Path, about: Mapping[str, Any], files: Iterable[Placed]) -
         slices=tuple(where / file.name for where, file in files if where == there),
         memories=tuple(where / file.name for where, file in files if where != there),
     )
-
-
-FREE: tuple[str, ...] = ("out", "comm", "timeout", "workers", "log", "resume", "max_minutes", "data_root")
-FREE += ("evaluate", "memory.", "checkpoint.")
-FREE += ("step.layout",)  # its outcome is in the fingerprint of the model; what was asked for may be 'auto' or 'try'
-"""knobs that do not touch what is trained, or are compared otherwise"""
 
 
 def compare(out: Path, about: Mapping[str, Any], facts: Facts, force: bool) -> str:

@@ -18,6 +18,11 @@ from .errors import UserError
 
 MOST = 3e38  # what float32 holds
 
+FREE: tuple[str, ...] = ("out", "comm", "timeout", "workers", "log", "resume", "max_minutes", "data_root")
+FREE += ("evaluate", "memory.", "checkpoint.")
+FREE += ("step.layout",)  # its outcome is in the fingerprint of the model; what was asked for may be 'auto' or 'try'
+"""knobs, and the beginnings of groups of them, that do not touch what is trained, or are compared otherwise"""
+
 
 def knob(
     default: Any, low: float = -math.inf, high: float = math.inf, open_low: bool = False, open_high: bool = False

@@ -122,6 +122,8 @@ WRONG: list[tuple[Any, str]] = [
     ({"seeds": 1, "about": "two\nlines"}, "one line"),
     ({"grid": {"mask": ["gma"]}, "published": {"columns": "mask", "rows": [{"mean": 3}]}}, "unknown axis or label"),
     ({"grid": {"mask": ["gma"]}, "published": {"columns": "tau", "rows": [{"gma": 3}]}}, "unknown axis"),
+    ({"seeds": 1, "published": {"measure": "worst"}}, "unknown measure 'worst'; known: best, final"),
+    ({"seeds": 1, "published": [{"measure": "best"}, 3]}, "must be names with their values"),
     ({"variants": {"a": {"x/y": {}, "x y": {}}}}, "two runs"),
     ({"variants": {"a": {"x" * 300: {}}}}, "shorten labels"),
     ("grid: {mask: [gma], mask: [mean]}", "stands there twice"),

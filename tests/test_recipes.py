@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -70,7 +71,7 @@ def rounds_of(found: list[Point], labels: dict[str, str]) -> int:
 
 def said(name: str, columns: tuple[str, ...] = ("mean", "gma"), **labels: str) -> tuple[float | str, ...]:
     """What a recipe says was published of a setting."""
-    rows = read_sweep(name).published["rows"]
+    rows = [row for table in read_sweep(name).published for row in table["rows"]]
     row = next(r for r in rows if all(label_of(r[axis]) == label for axis, label in labels.items()))
     return tuple(row[column] for column in columns)
 
@@ -123,7 +124,13 @@ def test_the_data_can_be_split_as_a_sweep_asks(name: str) -> None:
 @pytest.mark.parametrize("name", SWEEPS)
 def test_what_was_published_is_of_runs_that_there_are(name: str) -> None:
     sweep = read_sweep(name)
-    found, published = settings(sweep), sweep.published
+    assert sweep.published
+    for table in sweep.published:
+        check_published(sweep, table)
+
+
+def check_published(sweep: Sweep, published: dict[str, Any]) -> None:
+    found = settings(sweep)
     assert published["source"] and published["measure"]
     if published["measure"] == "curve":
         assert "rows" not in published and "columns" not in published
@@ -158,7 +165,7 @@ def test_a_sweep_says_what_it_is_of_and_what_the_paper_leaves_open(name: str) ->
     assert "# rounds:" in text or name == "neurips2021-fig4-tau" or re.search(r"rounds, \d+|one round", comment)
     assert max(map(len, text.splitlines())) <= 120
     number = re.search(r"(table|fig)(\d[\d.a-d]*)", name)
-    for part in (sweep.about, sweep.published["source"]):
+    for part in (sweep.about, *(table["source"] for table in sweep.published)):
         assert number is None or re.search(rf"(table|figure)s? {re.escape(number[2])}", part)
 
 

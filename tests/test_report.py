@@ -33,7 +33,7 @@ from fedmpi.experiments.figures import style
 from fedmpi.experiments.figures.style import DARK, NARROW, WIDE, Picture, looks, render
 from fedmpi.experiments.page import Absent, Code, Fold, Items, Named, Part, Section, page, recoloured
 from fedmpi.experiments.report import chosen_cells, contents, gathered
-from fedmpi.experiments.runs import Run, find_runs, group
+from fedmpi.experiments.runs import Run, find_runs, group, read_sweep_record
 from fedmpi.experiments.sections import (
     agreement,
     beside,
@@ -95,7 +95,7 @@ def rising(labels_of: dict[str, str], seed: int) -> list[dict[str, Any]]:
 def material_of(*paths: Path, **more: Any) -> Material:
     """What sections are made from."""
     runs = find_runs(list(paths))
-    sweep = json.loads((paths[0] / "sweep.json").read_text()) if (paths[0] / "sweep.json").exists() else {}
+    sweep = read_sweep_record(paths[0]) if (paths[0] / "sweep.json").exists() else {}
     return Material(runs, arrange(group(runs)), sweep, **more)
 
 
@@ -608,6 +608,16 @@ def test_published_numbers_stand_beside_the_measured(tmp_path: Path) -> None:
     assert [show(cell) for cell in row] == ["70.00", "71.00 ± 1.00", "+1.00", "80.50", "76.00 ± 1.00", "-4.50"]
     marks = [found for found in pictures(section)["published"].draw(9.0).axes[0].lines if found.get_marker() != "None"]
     assert sorted(float(found.get_xdata()[0]) for found in marks) == pytest.approx([70, 71, 76, 80.5])
+
+
+def test_a_paper_may_have_several_tables(tmp_path: Path) -> None:
+    first = {"source": "table 1", "measure": "best", "columns": "mask", "rows": [{"mean": 70.0}]}
+    reached = first | {"measure": "rounds:0.6", "rows": [{"mean": 9, "gma": 8}]}
+    home = write_sweep(tmp_path / "two", {"mask": MASKS}, 3, rising, published=[first, {"measure": "curve"}, reached])
+    section = published.section(material_of(home))
+    assert list(tables(section)) == list(pictures(section)) == ["published", "published-3"]
+    assert "rounds to 60%" in tables(section)["published-3"].table.title
+    assert "What was published has no numbers of a kind" in absent(section)
 
 
 @pytest.mark.parametrize(

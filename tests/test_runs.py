@@ -310,6 +310,7 @@ def test_a_sweep_cannot_name_folders_elsewhere(tmp_path: Path, name: str) -> Non
         '{"runs": [], "axes": {}}',
         '{"runs": {}, "axes": 3}',
         '{"runs": {}, "axes": {}, "published": [1]}',
+        '{"runs": {}, "axes": {}, "published": 1}',
     ]
     + ['{"runs": {}, "axes": {}, "published": {"rows": [1]}}', '{"runs": {}, "axes": {}, "published": {"columns": 2}}']
     + ['{"runs": {}, "axes": {}, "published": {"rows": 7}}'],
@@ -489,6 +490,10 @@ def test_measures_have_names() -> None:
     for name, value in (values | {"train_loss20": 11 / 18, "test_loss": 0.2}).items():
         assert measure(name).of(run) == (None if value is None else pytest.approx(value)), name
         assert measure(name).name == name
+    assert measure("participating").of(run) is measure("others").of(run) is None
+    run.records[0] |= {"clients_accuracy": {"participating": 0.3, "others": 0.2}}
+    run.records[1] |= {"clients_accuracy": {"participating": 0.7, "others": None}}
+    assert measure("participating").of(run) == 0.7 and measure("others").of(run) == 0.2, "where there were others last"
     kinds = {name: measure(name).kind for name in ("last20", "rounds:0.8", "train_loss20")}
     assert kinds == {"last20": "metric", "rounds:0.8": "rounds", "train_loss20": "loss"}
 

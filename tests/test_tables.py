@@ -392,12 +392,11 @@ def test_the_order_of_the_seeds_changes_no_table(order: list[int]) -> None:
 # Published beside measured
 
 
-def sweep_record(rows: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-    published = {"source": "A paper, table 2", "measure": "best", "columns": "mask", "rows": rows} | more
-    return {
-        "axes": {"algorithm": ["fedavg", "fedprox"], "mask": ["mean", "gma"], "clients": ["10"]},
-        "published": published,
-    }
+AXES = ("algorithm", "mask", "clients")
+
+
+def a_paper(rows: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    return {"source": "A paper, table 2", "measure": "best", "columns": "mask", "rows": rows} | more
 
 
 def swept(scores: dict[tuple[str, str], list[float]]) -> list[Run]:
@@ -420,7 +419,7 @@ def test_published_beside_measured_by_hand() -> None:
         {"clients": 10, "algorithm": "fedavg", "mean": 85.58, "gma": 86.27},
         {"clients": 10, "algorithm": "fedprox", "mean": "diverged", "gma": 85.78},
     ]
-    table = published_table(group(runs), sweep_record(rows))
+    table = published_table(group(runs), a_paper(rows), AXES)
     assert table is not None and table.sides == "llrrrrrr"
     assert [list(map(show, row)) for row in table.rows] == [
         ["10", "fedavg", "85.58", "86.00 ± 1.41", "+0.42", "86.27", "88.00", "+1.73"],
@@ -434,7 +433,7 @@ def test_published_beside_measured_by_hand() -> None:
 
 def test_published_rounds_are_no_percents() -> None:
     runs = swept({("fedavg", "mean"): [0.85, 0.87]})
-    table = published_table(group(runs), sweep_record([{"algorithm": "fedavg", "mean": 68}], measure="rounds:0.8"))
+    table = published_table(group(runs), a_paper([{"algorithm": "fedavg", "mean": 68}], measure="rounds:0.8"), AXES)
     assert table is not None and list(map(show, table.rows[0])) == ["fedavg", "68.0", "1.0 ± 0.0", "-67.0"]
 
 
@@ -442,24 +441,20 @@ def test_what_is_not_chosen_yet_is_not_compared() -> None:
     runs = [
         made([0.5], labels={"mask": "mean", "local.lr": lr}, mask="mean", local__lr=float(lr)) for lr in ("0.1", "1.0")
     ]
-    record = {
-        "axes": {"mask": ["mean"], "local.lr": ["0.1", "1.0"]},
-        "published": {"columns": "mask", "rows": [{"mean": 50}]},
-    }
-    table = published_table(group(runs), record)
+    axes = ("mask", "local.lr")
+    table = published_table(group(runs), {"columns": "mask", "rows": [{"mean": 50}]}, axes)
     assert table is not None and list(map(show, table.rows[0])) == ["50", "several", "-"]
-    record["published"] |= {"rows": [{"local.lr": 1.0, "mean": 50}]}  # type: ignore[operator]
-    table = published_table(group(runs), record)
+    table = published_table(group(runs), {"columns": "mask", "rows": [{"local.lr": 1.0, "mean": 50}]}, axes)
     assert table is not None and list(map(show, table.rows[0])) == ["1.0", "50.00", "50.00", "+0.00"]
 
 
 def test_a_figure_without_numbers_has_no_table() -> None:
     groups = group(swept({("fedavg", "mean"): [0.5]}))
-    assert published_table(groups, {"axes": {}}) is None
-    assert published_table(groups, sweep_record([])) is None
-    assert published_table(groups, sweep_record([{"mean": 1}], measure="curve")) is None
+    assert published_table(groups, {}, AXES) is None
+    assert published_table(groups, a_paper([]), AXES) is None
+    assert published_table(groups, a_paper([{"mean": 1}], measure="curve"), AXES) is None
     with pytest.raises(UserError, match="unknown measure 'worst'"):
-        published_table(groups, sweep_record([{"mean": 1}], measure="worst"))
+        published_table(groups, a_paper([{"mean": 1}], measure="worst"), AXES)
 
 
 def test_a_sweep_on_disk_comes_to_its_published_table(tmp_path: Path) -> None:
@@ -469,7 +464,9 @@ def test_a_sweep_on_disk_comes_to_its_published_table(tmp_path: Path) -> None:
     for name, labels in names.items():
         score = 0.5 + 0.1 * (labels["mask"] == "gma") + 0.01 * int(labels["seed"])
         write_run(sweep / name, records([score]), mask=labels["mask"], seed=int(labels["seed"]))
-    table = published_table(group(find_runs([sweep])), read_sweep_record(sweep))
+    record = read_sweep_record(sweep)
+    assert record["published"] == [published], "one table, as the first version wrote it"
+    table = published_table(group(find_runs([sweep])), *record["published"], record["axes"])
     assert table is not None
     assert list(map(show, table.rows[0])) == ["50.00", "50.50 ± 0.71", "+0.50", "60.00", "60.50 ± 0.71", "+0.50"]
 

@@ -77,7 +77,8 @@ class Sweep:
     choose: Choose | None = None
     stop: Stop | None = None
     reach: tuple[float, ...] = ()
-    published: dict[str, Any] = field(default_factory=dict)
+    published: tuple[dict[str, Any], ...] = ()
+    """tables of a paper, each of one measure"""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@
     test_loss       the test loss of the last scored round
     rounds:0.8      the first scored round at which the test metric has reached a value
     train_loss20    the mean training loss of the last 20 rounds, None where one of them is not finite
+    participating   the accuracy on the clients of the last round that was scored by --evaluate clients
+    others          that on the clients that did not take part in it
 
 A round is scored when the test set was looked at in it (--eval.every).
 """
@@ -22,7 +24,7 @@ from ..errors import UserError
 from .runs import Run
 
 PHASES = ("local", "wait", "reduce", "server", "gather", "meta", "eval")
-NAMES = "best, final, lastN, rounds:VALUE, test_loss or train_lossN"
+NAMES = "best, final, lastN, rounds:VALUE, test_loss, train_lossN, participating or others"
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ def measure(name: str) -> Measure:
         "best": (best, "metric"),
         "final": (final, "metric"),
         "test_loss": (final_loss, "loss"),
+        "participating": (partial(final_side, side="participating"), "metric"),
+        "others": (partial(final_side, side="others"), "metric"),
     }
     if name in plain:
         return Measure(name, *plain[name])
@@ -76,6 +80,11 @@ def final_loss(run: Run) -> float | None:
     """The test loss of the last scored round, None where it was not finite."""
     scored = run.series(run.score)
     return run.series("test_loss").get(max(scored)) if scored else None
+
+
+def final_side(run: Run, side: str) -> float | None:
+    """The accuracy on the clients that took part in the last round that was scored so, or on the others."""
+    return next(reversed(run.series("clients_accuracy", side).values()), None)
 
 
 def rounds_to(run: Run, value: float) -> int | None:

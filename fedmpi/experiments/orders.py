@@ -123,7 +123,7 @@ def describe(todo: Todo) -> None:
     about["runs"] = runs
     about |= {"choose": dataclasses.asdict(sweep.choose)} if sweep.choose is not None else {}
     about |= {"reach": list(sweep.reach)} if sweep.reach else {}
-    about |= {"published": sweep.published} if sweep.published else {}
+    about |= {"published": list(sweep.published)} if sweep.published else {}
     folder.make(todo.home)
     try:
         folder.write(todo.home / SWEEP, json.dumps(about, indent=2) + "\n")

@@ -7,7 +7,7 @@ are not done have no part in a mean, unless none of the group is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from .grid import label_of
@@ -55,6 +55,8 @@ def title(what: Measure, groups: Sequence[Group]) -> str:
         "rounds": f"rounds to {target}",
         "test_loss": "final test loss",
         "train_loss": f"training loss, last {number}",
+        "participating": "accuracy on clients that took part",
+        "others": "accuracy on other clients",
     }
     return texts[head]
 
@@ -127,16 +129,15 @@ def reach_table(groups: Sequence[Group], targets: Sequence[float]) -> Table:
     return Table("Rounds to reach a test metric", columns, rows, remarks(groups, measures))
 
 
-def published_table(groups: Sequence[Group], sweep: Mapping[str, Any]) -> Table | None:
-    """What a paper says beside what was measured, for the rows and columns that a sweep.json names; None where it
-    names none, as for a figure without numbers."""
-    published = sweep.get("published") or {}
+def published_table(groups: Sequence[Group], published: Mapping[str, Any], known: Collection[str]) -> Table | None:
+    """What a paper says beside what was measured, for the rows and columns of a table that a sweep.json names, with its
+    axes; None where it has no rows, as for a figure without numbers."""
     rows, name = published.get("rows") or [], published.get("measure", "best")
     if not rows or name == "curve":
         return None
     what, axis = measure(name), published.get("columns", "")
     keys = list(dict.fromkeys(key for row in rows for key in row))
-    axes, labels = ([key for key in keys if (key in sweep["axes"]) == wanted] for wanted in (True, False))
+    axes, labels = ([key for key in keys if (key in known) == wanted] for wanted in (True, False))
     body: list[list[Cell]] = []
     for row in rows:
         line: list[Cell] = [label_of(row[key]) if key in row else Missing() for key in axes]

@@ -16,14 +16,14 @@ from typing import Any
 
 import yaml
 
+from ..config import FREE
 from ..errors import UserError
 from ..folder import CONFIG, FINISHED, METRICS, read_json
 from .records import DEFAULTS, flat, read_goal, read_record, tree_of
 
 SWEEP, PARTITION = "sweep.json", "partition.json"
 
-IDLE: tuple[str, ...] = ("out", "comm", "timeout", "workers", "log", "resume", "max_minutes", "data_root", "memory.")
-IDLE += ("checkpoint.", "step.layout", "threads", "device", "deterministic", "min_clients", "evaluate", "eval.batch")
+IDLE = (*FREE, "threads", "device", "deterministic", "min_clients", "eval.batch")
 """knobs, and the beginnings of groups of them, that do not change what is learnt and measured, but for the last bits"""
 PLAIN = ("algorithm", "mask", "data", "split", "model")  # knobs whose value says enough in a label
 
@@ -194,14 +194,18 @@ def natural(path: Path) -> list[tuple[int, str]]:
 def read_sweep_record(folder: Path) -> dict[str, Any]:
     """The sweep.json of a sweep folder; a `UserError` where it cannot be read."""
     record = read_json(folder / SWEEP)
-    parts = [record.get("runs"), record.get("axes"), record.get("published", {})]
-    if not all(isinstance(part, dict) for part in parts) or not is_published(parts[-1]):
+    said = record.get("published", [])
+    published = [said] if isinstance(said, dict) else said  # of the first version, which knew one table
+    sound = isinstance(published, list) and all(is_published(part) for part in published)
+    if not sound or not all(isinstance(record.get(part), dict) for part in ("runs", "axes")):
         raise UserError(f"'{folder / SWEEP}' is no record of a sweep; start the sweep again, which writes it anew")
-    return record
+    return record | {"published": published}
 
 
 def is_published(part: Any) -> bool:
-    """Whether rows of a paper's table have the shape of such, where there are some."""
+    """Whether a paper's table, and its rows where there are some, have the shape of such."""
+    if not isinstance(part, dict):
+        return False
     rows = part.get("rows", [])
     columns = isinstance(part.get("columns", ""), str) and isinstance(part.get("measure", ""), str)
     return columns and isinstance(rows, list) and all(isinstance(row, dict) for row in rows)

@@ -21,6 +21,7 @@ import yaml
 from ..errors import UserError, nearest, unknown
 from ..options import check_keys, find_file, is_sweep, read_yaml, recipes, unknown_option
 from .grid import GROUPS, KNOWN, Choose, Knobs, Point, Stop, Sweep, Where, flat, label_of, points
+from .measures import measure
 
 OURS = ("seed", "out", "resume", "max_minutes")  # what a sweep gives its runs itself
 KEYS = ("about", "base", "variants", "grid", "where", "seeds", "choose", "stop", "reach", "published")
@@ -51,7 +52,7 @@ def read_sweep(name: str) -> Sweep:
         choose=read_record(Choose, tree.get("choose"), f"choose in {where}"),
         stop=read_record(Stop, tree.get("stop"), f"stop in {where}"),
         reach=tuple(read_number(one, f"reach in {where}") for one in as_list(tree.get("reach"), "reach", where)),
-        published=read_published(tree.get("published") or {}, axes, where),
+        published=read_published(tree.get("published"), axes, where),
     )
     check_choice(sweep, where)
     return sweep
@@ -176,13 +177,25 @@ def check_choice(sweep: Sweep, where: str) -> None:
             raise UserError(f"stop.quantile in {where} is {stop.quantile}; it must be in (0, 1)")
 
 
-def read_published(tree: Any, axes: dict[str, dict[str, Knobs]], where: str) -> dict[str, Any]:
-    """What a paper says, with labels that exist."""
+def read_published(tree: Any, axes: dict[str, dict[str, Knobs]], where: str) -> tuple[dict[str, Any], ...]:
+    """What a paper says: a table, or a list of them."""
+    tables = tree if isinstance(tree, list) else [tree] if tree else []
+    return tuple(read_table(table, axes, where) for table in tables)
+
+
+def read_table(tree: Any, axes: dict[str, dict[str, Knobs]], where: str) -> dict[str, Any]:
+    """A table of a paper, with labels that exist."""
     known = ("source", "measure", "columns", "rows")
     found = as_dict(tree, "published", where)
     for key in found:
         if key not in known:
             raise unknown(f"part of published in {where}", str(key), known)
+    name = str(found.get("measure", "best"))
+    try:
+        if name != "curve":
+            measure(name)
+    except UserError as error:
+        raise UserError(f"published in {where}: {error}") from None
     columns = found.get("columns")
     if found.get("rows") and columns not in axes:
         raise unknown(f"axis (published.columns in {where})", str(columns), axes)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from .. import __version__
-from ..checkpoint import FREE
+from ..config import FREE
 from ..errors import UserError
 from ..folder import read_json, reason, write
 

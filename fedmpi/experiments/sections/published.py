@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from ...errors import UserError
 from ..figures import rows
 from ..figures.rows import Mark, Row
 from ..figures.style import COLOURS, MARKERS, Look, Picture
-from ..page import Absent, Named, Section
+from ..page import Absent, Named, Part, Section
 from ..results import published_table
 from ..tables import Number, Table, show
 from .material import Material
@@ -15,23 +18,29 @@ KEY, TITLE = "published", "Published and measured"
 
 
 def section(material: Material) -> Section:
-    """The table and its picture."""
+    """The tables that the sweep names, each with its picture."""
     said = material.sweep.get("published")
     if not said:
         return Section(KEY, TITLE, [Absent("The runs are of no sweep that names published numbers.")])
+    names = [KEY, *(f"{KEY}-{number}" for number in range(2, len(said) + 1))]
+    tables = (shown(name, one, material) for name, one in zip(names, said, strict=True))
+    return Section(KEY, TITLE, [part for parts in tables for part in parts])
+
+
+def shown(name: str, said: Mapping[str, Any], material: Material) -> list[Part]:
+    """A published table beside what was measured, or why there is none."""
     try:
-        table = published_table(material.groups, material.sweep)
+        table = published_table(material.groups, said, material.sweep["axes"])
     except UserError as error:
         text = f"What the sweep says of published numbers cannot be read ({error}); see 'published' in its file."
-        return Section(KEY, TITLE, [Absent(text)])
+        return [Absent(text)]
     if table is None:
         source = said.get("source") or "What was published"
-        text = f"{source} has no numbers of a kind that can be put beside what was measured."
-        return Section(KEY, TITLE, [Absent(text)])
-    return Section(KEY, TITLE, [Named("published", table), *picture(table)])
+        return [Absent(f"{source} has no numbers of a kind that can be put beside what was measured.")]
+    return [Named(name, table), *picture(name, table)]
 
 
-def picture(table: Table) -> list[Picture]:
+def picture(name: str, table: Table) -> list[Picture]:
     """The numbers of the table as dots; none where no cell has both."""
     axes = table.sides.count("l")
     labels = [name.removesuffix(" published") for name in table.columns[axes::3]]
@@ -48,7 +57,7 @@ def picture(table: Table) -> list[Picture]:
         return []
     what = table.title.partition(": ")[2]
     made = Picture(
-        "published",
+        name,
         f"Dot plot of {what}, published and measured, in {len(drawn)} rows; the table has the numbers.",
         "Hollow: published; filled: measured here, with one standard deviation over the seeds to either side.",
         lambda width: rows.draw(drawn, what, width),
