@@ -165,7 +165,7 @@ def attack(out: Path, given: Given, comm: Comm) -> str:
     trouble, found = "", {}
     if comm.rank == 0:
         try:
-            from .experiments.attack import attack_run  # not earlier: it imports the whole of a run
+            from .experiments.attack.command import attack_run  # not earlier: it imports the whole of a run
 
             found = attack_run(out, given=given)
         except Exception as error:

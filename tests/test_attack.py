@@ -33,10 +33,9 @@ from fedmpi.cli import main
 from fedmpi.config import Config, Eval, Local, Meta
 from fedmpi.data import Arrays, Datasets
 from fedmpi.errors import UserError
-from fedmpi.experiments import attack as command
-from fedmpi.experiments.answers import ask, sample_losses
-from fedmpi.experiments.attack import How, attack_run, members_of, trained_clients
-from fedmpi.experiments.attackers import (
+from fedmpi.experiments.attack import command
+from fedmpi.experiments.attack.answers import ask, sample_losses
+from fedmpi.experiments.attack.attackers import (
     DECAY,
     Verdict,
     auc,
@@ -51,7 +50,8 @@ from fedmpi.experiments.attackers import (
     summary,
     wilson,
 )
-from fedmpi.experiments.rebuild import Rebuilt, config_of, rebuild, untrained
+from fedmpi.experiments.attack.command import How, attack_run, members_of, trained_clients
+from fedmpi.experiments.attack.rebuild import Rebuilt, config_of, rebuild, untrained
 from fedmpi.experiments.runs import read_run
 from fedmpi.objective import CLASSIFY, Objective
 from fedmpi.run import NOTHING, Given

@@ -665,7 +665,7 @@ def test_an_attack_that_fails_is_one_sentence_on_every_rank_and_the_run_stays_fi
 def test_a_fault_in_an_attack_is_told_with_its_traceback_and_ends_as_a_sentence(
     tmp_path: Path, patch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    patch.setitem(sys.modules, "fedmpi.experiments.attack", None)  # it cannot be imported
+    patch.setitem(sys.modules, "fedmpi.experiments.attack.command", None)  # it cannot be imported
     with pytest.raises(CommonError, match=r"the membership attack on it failed \(ModuleNotFoundError: "):
         live(settings_of(tmp_path / "run", evaluate="membership", threads=1))
     assert (tmp_path / "run" / "finished.json").exists()

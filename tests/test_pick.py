@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedmpi.config import Config
-from fedmpi.experiments.grid import Choose, Point, Stop, Sweep, points
-from fedmpi.experiments.pick import due, in_words, pick, quantile, without_hope
+from fedmpi.experiments.sweep.grid import Choose, Point, Stop, Sweep, points
+from fedmpi.experiments.sweep.pick import due, in_words, pick, quantile, without_hope
 
 AXES = {
     "mask": {"mean": {"mask": "mean"}, "gma": {"mask": "gma"}},

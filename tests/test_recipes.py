@@ -20,10 +20,10 @@ from fedmpi.cli import main
 from fedmpi.config import Config
 from fedmpi.data import split
 from fedmpi.errors import UserError
-from fedmpi.experiments import sweepfile
-from fedmpi.experiments.grid import Point, Sweep, label_of, points
 from fedmpi.experiments.measures import measure
-from fedmpi.experiments.recipes import PAPERS, ordered
+from fedmpi.experiments.sweep import sweepfile
+from fedmpi.experiments.sweep.grid import Point, Sweep, label_of, points
+from fedmpi.experiments.sweep.recipes import PAPERS, ordered
 from fedmpi.run import prepare
 
 read_sweep = functools.cache(sweepfile.read_sweep)

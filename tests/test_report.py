@@ -27,14 +27,13 @@ from shell import sandbox, settings_of, train
 from fedmpi.cli import main
 from fedmpi.config import Skew
 from fedmpi.errors import UserError
-from fedmpi.experiments import binder
-from fedmpi.experiments.arrange import MOST_LINES, arrange, by_panel
-from fedmpi.experiments.figures import style
-from fedmpi.experiments.figures.style import DARK, NARROW, WIDE, Picture, looks, render
-from fedmpi.experiments.page import Absent, Code, Fold, Items, Named, Part, Section, page, recoloured
-from fedmpi.experiments.report import chosen_cells, contents, gathered
-from fedmpi.experiments.runs import Run, find_runs, group, read_sweep_record
-from fedmpi.experiments.sections import (
+from fedmpi.experiments.report import binder
+from fedmpi.experiments.report.arrange import MOST_LINES, arrange, by_panel
+from fedmpi.experiments.report.command import chosen_cells, contents, gathered
+from fedmpi.experiments.report.figures import style
+from fedmpi.experiments.report.figures.style import DARK, NARROW, WIDE, Picture, looks, render
+from fedmpi.experiments.report.page import Absent, Code, Fold, Items, Named, Part, Section, page, recoloured
+from fedmpi.experiments.report.sections import (
     agreement,
     beside,
     comparing,
@@ -45,8 +44,9 @@ from fedmpi.experiments.sections import (
     published,
     reaching,
 )
-from fedmpi.experiments.sections import setup as setups
-from fedmpi.experiments.sections.material import Material, line, smoothed, summed
+from fedmpi.experiments.report.sections import setup as setups
+from fedmpi.experiments.report.sections.material import Material, line, smoothed, summed
+from fedmpi.experiments.runs import Run, find_runs, group, read_sweep_record
 from fedmpi.experiments.tables import show
 
 MASKS: dict[str, dict[str, Any]] = {"mean": {"mask": "mean"}, "gma": {"mask": "gma"}}
@@ -878,7 +878,7 @@ def contrast(one: str, other: str) -> float:
 
 
 def test_lines_and_letters_stand_out_on_light_and_on_dark() -> None:
-    from fedmpi.experiments.figures.style import COLOURS, FAINT, INK, PAPER
+    from fedmpi.experiments.report.figures.style import COLOURS, FAINT, INK, PAPER
 
     for colour in (INK, FAINT):
         assert contrast(colour, PAPER) > 4.5 and contrast(DARK[colour], DARK[PAPER]) > 4.5

@@ -21,8 +21,8 @@ from slurm_box import missing, slurm
 from fedmpi import folder
 from fedmpi.cli import main
 from fedmpi.env import Place
-from fedmpi.experiments.crew import share_of_devices
-from fedmpi.experiments.overview import Row, Screen, line, minutes_left, summary
+from fedmpi.experiments.sweep.crew import share_of_devices
+from fedmpi.experiments.sweep.overview import Row, Screen, line, minutes_left, summary
 
 TINY: dict[str, Any] = {
     "base": {

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from made_runs import made, records, seeds, write_run, write_sweep
 
 from fedmpi.errors import UserError
-from fedmpi.experiments.arms import mask_table, pairs
-from fedmpi.experiments.results import (
+from fedmpi.experiments.report.arms import mask_table, pairs
+from fedmpi.experiments.report.results import (
     agreement_table,
     config_tables,
     cost_table,

@@ -1,0 +1,248 @@
+"""`fedmpi attack`: membership inference against finished runs (Tenison et al., TMLR 2023, appendix F; thesis 4.7).
+
+Can who sees only what the trained model answers tell samples that it was trained on (members) from test samples? Two
+attackers try: a logistic regression on the answers, as in the papers, and a threshold on the loss, which is stronger
+and knows the label (attackers.py). The papers show the split of the samples in a figure, after Tople et al. (2020), and
+do not put it into words. It is read so here: as many members as others, at random; a random half of either for the
+attacker to learn from, and the other halves to judge it by. So who guesses is right half of the time.
+
+Where train and test samples differ by themselves (other writers, other colours), an attacker finds that difference as
+well. So --control attacks the model as it was before the first round, too, which knows no member.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ... import __version__
+from ...api import undisturbed
+from ...cohort import draw
+from ...config import check_bounds, knob
+from ...data import Ints
+from ...env import Place, available_cores
+from ...errors import UserError, unknown
+from ...folder import ATTACK as ATTACK
+from ...folder import reason, write
+from ...log import set_up
+from ...options import filled, make_parser
+from ...run import NOTHING, Given, settle
+from ..runs import find_runs, read_run
+from .answers import Answers, ask, scored_loss
+from .attackers import Floats, cheapest, contest, generator, logistic
+from .rebuild import Rebuilt, check_score, config_of, finished, rebuild, untrained
+
+ABOUT = "Membership inference against finished runs: how well do a model's answers tell what it was trained on?"
+MEMBERS = ("all", "trained")
+FEATURES: dict[str, Callable[[Floats], Floats]] = {
+    "logits": lambda answers: answers,
+    "sorted": lambda answers: -np.sort(-answers, axis=1),
+}
+WIDEST = 4096  # numbers in an answer; of more, Newton's method would fill the memory
+COLUMNS = ("run", "attack", "accuracy", "+-", "95% interval", "auc", "advantage", "tpr@1%", "train", "test", "gap")
+WIDTHS = (8, 6, 15, 6, 9, 6, 6, 6, 7)  # of the numbers
+BEFORE = ", before"  # the first round
+
+
+@dataclass(frozen=True)
+class How:
+    """How an attack is made."""
+
+    members: str = "all"
+    """all (every sample that some client has) or trained (those of clients that took part in a round)"""
+    features: str = "logits"
+    """what the logistic regression sees: logits (as the model gives them, like the papers) or sorted (by size)"""
+    samples: int = knob(10_000, low=2)
+    """most samples of either side, members and others; there are as many of the one as of the other"""
+    repeats: int = knob(5, low=1, high=1000)
+    """times that the samples are divided into halves, one to learn from and one to be judged by"""
+    seed: int = knob(0, low=0)
+    """seed that draws the samples and the halves"""
+    control: bool = False
+    """also attack the model as it was before the first round: what is found there is no memory of members, but how the
+    test samples differ from them by themselves"""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N"""
+
+
+@dataclass(frozen=True)
+class Options(How):
+    """The same, and where data lie."""
+
+    data_root: str | None = None
+    """folder of the data sets; null: that of the run"""
+
+
+@dataclass(frozen=True)
+class Asked(Options):
+    """What `attack` is asked for."""
+
+    runs: list[str] = field(default_factory=list)
+    json: bool = False
+
+
+USUAL = How()
+
+
+def main(arguments: list[str]) -> int:
+    """`fedmpi attack RUN [RUN ...]`: attack each of the runs; returns the exit code."""
+    parser = make_parser("fedmpi attack", ABOUT, Options)
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="folder of a finished run, or of a sweep")
+    parser.add_argument("--json", action="store_true", help="for programs: one JSON object a line")
+    asked = filled(parser, Asked, lambda: parser.parse_args(arguments))
+    if not asked.runs:
+        raise UserError("attack was given no run folder; name one or more: fedmpi attack RUN [RUN ...]")
+    how = How(**{f.name: getattr(asked, f.name) for f in dataclasses.fields(How)})
+    check(how)
+    set_up(rank=0, size=1)
+    folders = [finished(run).folder for run in find_runs([Path(name) for name in asked.runs])]
+    longest = max(len(str(folder)) for folder in [COLUMNS[0], *folders])
+    widths = (longest, len("logits" + BEFORE * how.control), *WIDTHS)
+    for number, folder in enumerate(folders):
+        found = attack_run(folder, asked.data_root, how)
+        if asked.json:
+            print(json.dumps({"run": str(folder)} | found), flush=True)
+        else:
+            head = "" if number else line(COLUMNS, widths) + "\n"
+            print(head + rows(folder, found, widths), flush=True)
+    return 0
+
+
+def check(how: How) -> None:
+    """Refuse options out of their bounds, or words that mean nothing here."""
+    check_bounds(how, prefix="")
+    for kind, name, known in (("--members", how.members, MEMBERS), ("--features", how.features, FEATURES)):
+        if name not in known:
+            raise unknown(kind, name, known)
+
+
+def attack_run(folder: Path, data_root: str | None = None, how: How = USUAL, given: Given = NOTHING) -> dict[str, Any]:
+    """Attack the finished run in a folder; returns what was found, and writes it there as attack.json. The caller's
+    random numbers and threads are left as they are. `given`: the data and the model, where the run had them as objects
+    of a Python program."""
+    check(how)
+    with undisturbed():
+        run = finished(read_run(folder))
+        cfg = config_of(run, data_root)
+        cores = available_cores()
+        here = replace(cfg, device=how.device, threads=min(cfg.threads or cores, cores))  # those of the run: same bits
+        rebuilt = rebuild(run, cfg, settle(here, Place("alone", 0, 1, 0, 1)), given)
+        found = attack(rebuilt, how)
+    try:
+        write(folder / ATTACK, json.dumps(found, indent=2) + "\n")
+    except OSError as error:
+        raise UserError(f"'{folder / ATTACK}' cannot be written ({reason(error)}); make the folder writable") from None
+    return found
+
+
+def attack(rebuilt: Rebuilt, how: How) -> dict[str, Any]:
+    """What the attackers come to, and what there was to come to: the model's results on members and on others."""
+    before = untrained(rebuilt) if how.control else None
+    inside, outside = choose(members_of(rebuilt, how.members), rebuilt, how)
+    others = ask(rebuilt, outside, test=True)
+    check_score(rebuilt, scored_loss(rebuilt, outside, others))
+    members = ask(rebuilt, inside, test=False)
+    control = None
+    if before is not None:
+        control = duel(ask(before, inside, test=False), ask(before, outside, test=True), how)
+    better = 1 if rebuilt.data.goal.rises else -1
+    return {
+        **{f.name: getattr(how, f.name) for f in dataclasses.fields(How) if f.name not in ("device", "control")},
+        "samples": len(inside),
+        "judged": 2 * (len(inside) - len(inside) // 2),
+        "metric": rebuilt.data.goal.metric,
+        "train": members.metric,
+        "test": others.metric,
+        "gap": better * (members.metric - others.metric),
+        "train_loss": float(members.losses.mean()),
+        "test_loss": float(others.losses.mean()),
+        "baseline": 0.5,
+        **duel(members, others, how),
+        "control": control,
+        "model_sha256": rebuilt.run.finished["model_sha256"],
+        "fedmpi": __version__,
+    }
+
+
+def duel(members: Answers, others: Answers, how: How) -> dict[str, Any]:
+    """How well either attacker does; the logistic regression is None where answers are too wide for it."""
+    values, losses = (
+        np.concatenate(pair) for pair in ((members.values, others.values), (members.losses, others.losses))
+    )
+    narrow = values.shape[1] <= WIDEST
+    return {
+        "logistic": contest(logistic, FEATURES[how.features](values), how.repeats, how.seed) if narrow else None,
+        "loss": contest(cheapest, losses[:, None], how.repeats, how.seed),
+    }
+
+
+# Whom to ask
+
+
+def members_of(rebuilt: Rebuilt, which: str) -> Ints:
+    """The numbers of the train samples that count as members: those of the clients, and a meta set that was shared with
+    them or that the server has learnt from."""
+    partition, order = rebuilt.partition, rebuilt.partition.order
+    if which == "trained":
+        client = np.repeat(np.arange(partition.clients), np.diff(partition.offsets))
+        order = order[np.isin(client, trained_clients(rebuilt))]
+    meta = rebuilt.meta if rebuilt.cfg.meta.lr else partition.shared
+    return np.unique(np.concatenate([order, meta]))
+
+
+def trained_clients(rebuilt: Rebuilt) -> list[int]:
+    """The clients that took part in at least one round, as seed and round tell, and were not left out of it."""
+    cfg, run = rebuilt.cfg, rebuilt.run
+    dropped = {record["round"]: record.get("dropped_clients") or [] for record in run.records}
+    cohorts = {
+        number: draw(cfg.seed, number, rebuilt.partition.sizes, cfg.cohort, ranks=1).cids
+        for number in range(1, int(run.finished.get("rounds", cfg.rounds)) + 1)
+    }
+    return sorted({cid for number, cids in cohorts.items() for cid in cids if cid not in dropped.get(number, ())})
+
+
+def choose(members: Ints, rebuilt: Rebuilt, how: How) -> tuple[Ints, Ints]:
+    """As many members as test samples, drawn at random: their numbers, ascending."""
+    tests = rebuilt.data.tests
+    count = min(len(members), tests, how.samples)
+    if count < 2:
+        raise UserError(
+            f"the run in '{rebuilt.run.folder}' has {len(members)} members and {tests} test samples; an attack needs "
+            "at least 2 of either, one to learn from and one to be judged by"
+        )
+    rng = generator(how.seed, 0)
+    return np.sort(rng.choice(members, count, replace=False)), np.sort(rng.choice(tests, count, replace=False))
+
+
+# The table
+
+
+def rows(folder: Path, found: dict[str, Any], widths: Sequence[int]) -> str:
+    """A run as lines of the table, one an attacker."""
+    results = [f"{found[key]:.4f}" for key in ("train", "test", "gap")]
+    lines = []
+    for part, behind, more in ((found, "", results), (found["control"] or {}, BEFORE, ["-"] * len(results))):
+        for name, verdict in ((found["features"], part.get("logistic")), ("loss", part.get("loss"))):
+            if verdict is not None:
+                lines.append(line((str(folder), name + behind, *cells(verdict), *more), widths))
+    return "\n".join(lines)
+
+
+def cells(verdict: dict[str, Any]) -> list[str]:
+    """What is told of an attacker."""
+    low, high = verdict["interval"]
+    deviation = "-" if verdict["deviation"] is None else f"{verdict['deviation']:.4f}"
+    others = [f"{verdict[key]:.4f}" for key in ("auc", "advantage", "tpr_at_1_fpr")]
+    return [f"{verdict['accuracy']:.4f}", deviation, f"{low:.4f} - {high:.4f}", *others]
+
+
+def line(texts: Sequence[str], widths: Sequence[int]) -> str:
+    """Cells in aligned columns: names to the left, numbers to the right."""
+    aligned = [text.ljust(w) if i < 2 else text.rjust(w) for i, (text, w) in enumerate(zip(texts, widths, strict=True))]
+    return "  ".join(aligned).rstrip()

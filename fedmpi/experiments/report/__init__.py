@@ -1,0 +1,8 @@
+"""The report: a page, its pictures and its tables from run folders.
+
+    results, arms        the tables; AVG beside GMA
+    figures/, arrange    pictures, and who gets which panel and look
+    sections/            the parts of the page
+    page, sheet, binder  the page, its style, its folder
+    command              what puts these together
+"""

@@ -1,0 +1,123 @@
+"""Two curves of one run beside each other: clients that took part and those that did not, training and test data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from ...runs import Group, Run
+from ...stats import summarise
+from ...tables import Cell, Missing, Number, Table
+from ..arrange import MOST_PANELS, Placed
+from ..figures import rows
+from ..figures.curves import Line
+from ..figures.rows import Row
+from ..figures.style import COLOURS, Look, Picture
+from ..page import Absent, Named, Part, Section
+from .material import Curve, Material, Plot, counted, line, mark, plot, slug, smoothed, unit
+
+FIRST = Look(COLOURS[0], "solid", "o", filled=True)
+SECOND = Look(COLOURS[1], (0, (5, 2)), "s", filled=False)
+LAST = 10  # scored rounds whose mean stands in a table
+
+Reading = Callable[[Run], Curve]
+
+
+def clients(material: Material) -> Section:
+    """The model's accuracy on clients that took part in a round and on the others."""
+    sides: tuple[tuple[str, Reading], ...] = (
+        ("took part", lambda run: run.series("clients_accuracy", "participating")),
+        ("others", lambda run: run.series("clients_accuracy", "others")),
+    )
+    shown = [one for one in material.placed if any(sides[0][1](run) for run in counted(one.group))]
+    what = Plot("clients", "accuracy on clients of the round and on the others", "round", "accuracy, %", 100.0)
+    title = "Clients that took part and those that did not"
+    absent = "No run measured clients that took part apart from the others; train with --evaluate clients."
+    return Section("clients", title, both(what, shown, sides, material.smooth, "Clients that took part", absent))
+
+
+def gap(material: Material) -> Section:
+    """The metric on training data and on test data, which out of distribution may be far apart."""
+    parts: list[Part] = []
+    for metric in dict.fromkeys(one.group.metric for one in material.placed):
+        sides: tuple[tuple[str, Reading], ...] = (
+            ("training data", lambda run: run.series(f"train_{run.metric}")),
+            ("test data", lambda run: run.series(run.score)),
+        )
+        shown = [
+            one
+            for one in material.placed
+            if one.group.metric == metric and any(sides[0][1](run) for run in counted(one.group))
+        ]
+        name, factor = unit(metric)
+        about = f"{metric} on a sample of the training data and on the test data"
+        what = Plot(f"gap-{slug(metric)}", about, "round", name, factor)
+        parts += both(what, shown, sides, material.smooth, "Training and test data", "") if shown else []
+    absent = "No run measured the model on training data; train with --evaluate gap."
+    return Section("gap", "Training and test data: the gap", parts or [Absent(absent)])
+
+
+def both(
+    what: Plot, shown: Sequence[Placed], sides: Sequence[tuple[str, Reading]], smooth: int, title: str, absent: str
+) -> list[Part]:
+    """A panel for each group with both curves, and a table of their last rounds; a sentence where there is none."""
+    if not shown:
+        return [Absent(absent)]
+    looking = (FIRST, SECOND)
+    alone = [replace(one, panel=one.group.label) for one in shown]
+
+    def lines(one: Placed) -> list[Line | None]:
+        return [
+            line(replace(one, label=name, look=look), [smoothed(read(run), smooth) for run in counted(one.group)])
+            for (name, read), look in zip(sides, looking, strict=True)
+        ]
+
+    groups = [one.group for one in shown]
+    table = Named(what.name, table_of(groups, sides, title, percent=what.factor == 100))
+    if len(shown) > MOST_PANELS:
+        return [table, dots(what, groups, sides)]
+    return [table, *plot(what, alone, lines, smooth)]
+
+
+def dots(what: Plot, groups: Sequence[Group], sides: Sequence[tuple[str, Reading]]) -> Picture:
+    """Both means of the last rounds in a row for each group: more panels would say less."""
+    drawn = [
+        Row(
+            group.label,
+            [
+                mark(name, look, [mean_last(read(run)) for run in counted(group)], what.factor)
+                for (name, read), look in zip(sides, (FIRST, SECOND), strict=True)
+            ],
+        )
+        for group in groups
+    ]
+    return Picture(
+        what.name,
+        f"Dot plot of {what.about}, in {len(groups)} rows; the table has the numbers.",
+        f"{what.about[:1].upper()}{what.about[1:]}: means of the last {LAST} scored rounds, a stroke for each seed.",
+        lambda width: rows.draw(drawn, what.down, width),
+    )
+
+
+def table_of(groups: Sequence[Group], sides: Sequence[tuple[str, Reading]], title: str, percent: bool) -> Table:
+    """The means of both curves over their last rounds, and their difference."""
+    lines: list[list[Cell]] = []
+    for group in groups:
+        first, second = ([mean_last(read(run)) for run in counted(group)] for _, read in sides)
+        gaps = [a - b for a, b in zip(first, second, strict=True) if a is not None and b is not None]
+        lines.append([group.label, *(number(found, percent) for found in (first, second, gaps))])
+    notes = [f"Means of the last {LAST} scored rounds; mean and sample standard deviation over seeds."]
+    notes += ["In percent."] if percent else []
+    return Table(title, ["runs", *(name for name, _ in sides), "difference"], lines, notes)
+
+
+def mean_last(curve: Curve) -> float | None:
+    """The mean of the last values."""
+    values = list(curve.values())[-LAST:]
+    return sum(values) / len(values) if values else None
+
+
+def number(found: Sequence[float | None], percent: bool) -> Cell:
+    """The mean over seeds as a cell."""
+    told = summarise(found)
+    return Missing() if told is None else Number(told.mean, told.sd, 2 if percent else 4, percent)

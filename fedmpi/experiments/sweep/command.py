@@ -1,0 +1,141 @@
+"""`fedmpi sweep FILE`: the runs of a sweep file, here or as a job array; given again, it goes on.
+
+What is finished, or was given up, is not run again; what failed or was stopped goes on from its checkpoint. Everything
+is checked before the first run starts.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ... import folder
+from ...cluster import Submission
+from ...cluster import check as check_submission
+from ...config import check_bounds, knob
+from ...errors import AGAIN, UserError, complain
+from ...options import filled, make_parser
+from .grid import Point, points
+from .orders import LOGS, Todo, describe, make_todo
+from .overview import Screen, rows_of, table
+from .pick import CHOSEN, in_words, pick, record
+from .sweepfile import changed, narrowed, read_sweep
+
+ABOUT = (
+    "Run every point of a sweep file, or of a bundled one ('fedmpi recipes' lists them). Given again, it goes on: "
+    "finished runs are not run again, broken ones are."
+)
+FLAGS = {
+    "dry_run": "check everything, list the runs, and stop",
+    "status": "show how it stands with every run, and stop",
+    "watch": "on Slurm: stay until nothing runs any more, and give up runs without hope meanwhile",
+}
+
+
+@dataclass(frozen=True)
+class Options(Submission):
+    """How a sweep is run."""
+
+    executor: str = "local"
+    """local: on this machine; slurm: one job array"""
+    jobs: int | None = knob(None, low=1, high=10_000)
+    """runs at a time; null: one on this machine, all of them on Slurm"""
+    out: str | None = None
+    """folder of the sweep; null: runs/<name of the file>"""
+
+
+@dataclass(frozen=True)
+class Asked(Options):
+    """What `sweep` is asked for."""
+
+    file: str = ""
+    only: list[str] = field(default_factory=list)
+    set: list[str] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)
+    dry_run: bool = False
+    status: bool = False
+    watch: bool = False
+
+
+def main(arguments: list[str]) -> int:
+    """Run one sweep, or look at it; returns the exit code."""
+    asked = parse(arguments)
+    todo = check(asked)
+    screen = Screen()
+    if asked.dry_run:
+        for point in todo.points:
+            screen.say(f"{point.name}  {in_short(point)}")
+        screen.say(f"{len(todo.points)} runs in {todo.home}; nothing was started")
+        return 0
+    if asked.status:
+        screen.say(table(rows_of(todo.points, todo.home), asked.jobs or 1))
+        return 0
+    describe(todo)
+    if asked.executor == "slurm":
+        from .there import submit, watch
+
+        submit(todo, asked, asked.jobs, screen)
+        if not asked.watch:
+            return 0
+        left = watch(todo, asked.jobs or len(todo.points), screen)
+    else:
+        from .here import Here
+
+        left = Here(todo, asked.jobs or 1, asked.ranks, screen).run()
+    return conclude(todo, screen, left)
+
+
+def parse(arguments: list[str]) -> Asked:
+    """What the command line asks for."""
+    parser = make_parser("fedmpi sweep", ABOUT, Options)
+    parser.add_argument("file", nargs="?", default="", metavar="FILE", help="sweep file, or the name of a bundled one")
+    for flag, help in FLAGS.items():
+        parser.add_argument(f"--{flag}", action="store_true", help=help)
+    parser.add_argument("--only", nargs="+", default=[], metavar="AXIS=LABEL", help="only runs with these labels")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KNOB=VALUE", help="knobs for all runs")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[], help="these seeds instead of the file's")
+    asked = filled(parser, Asked, lambda: parser.parse_args(arguments))
+    if not asked.file:
+        raise UserError("sweep was given no file; name one, or a bundled sweep: 'fedmpi recipes' lists them")
+    return asked
+
+
+def check(asked: Asked) -> Todo:
+    """What there is to do; whatever is wrong with it is found here."""
+    check_bounds(asked, prefix="")
+    if not (asked.dry_run or asked.status):
+        check_submission(asked)
+    if any(seed < 0 for seed in asked.seeds) or len(set(asked.seeds)) < len(asked.seeds):
+        raise UserError(f"--seeds is {asked.seeds}; they must be different, and at least 0")
+    sweep = read_sweep(asked.file)
+    sweep = changed(replace(sweep, seeds=tuple(asked.seeds)) if asked.seeds else sweep, asked.set)
+    chosen = narrowed(sweep, asked.only)
+    if not chosen:
+        raise UserError(f"--only {' '.join(asked.only)} leaves no run of sweep '{sweep.name}'")
+    home = Path(f"runs/{sweep.name}" if asked.out is None else asked.out).expanduser().absolute()
+    return make_todo(sweep, chosen, home, one_thread=asked.executor == "local")
+
+
+def in_short(point: Point) -> str:
+    """The labels of a point."""
+    return ", ".join([*(f"{axis} {label}" for axis, label in point.labels.items()), f"seed {point.seed}"])
+
+
+def conclude(todo: Todo, screen: Screen, told: bool) -> int:
+    """Choose what is to be chosen, and say what is left to do; returns the exit code."""
+    if (rule := todo.sweep.choose) is not None:
+        choices = pick(todo.sweep, points(todo.sweep), todo.home)
+        folder.write(todo.home / CHOSEN, json.dumps(record(choices, rule), indent=2) + "\n")
+        screen.say(in_words(choices, rule))
+    left = [point.name for point in todo.left]
+    if told:
+        complain(f"sweep stopped with {len(left)} of {len(todo.points)} runs to do; the same command goes on")
+        return AGAIN
+    if left:
+        some = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
+        where = f"{todo.home / LOGS} or 'fedmpi status' tells why"
+        complain(f"{len(left)} of {len(todo.points)} runs are not done: {some}; {where}, and the same command goes on")
+        return 1
+    screen.say(f"done: {todo.home}; 'fedmpi report {todo.home} --out report' shows it")
+    return 0

@@ -1,0 +1,157 @@
+"""A sweep as data: a base, axes of labels, seeds; and its points, each of which is one run.
+
+A point is one label of every axis, and a seed. Its knobs are those of the base, then of its labels in the order of the
+axes, then of every `where` that is true of it; the later wins. How this stands in a file is in sweepfile.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, is_dataclass
+from typing import Any
+
+import yaml
+
+from ...config import Config, knobs
+from ...errors import UserError
+
+Knobs = dict[str, Any]
+"""values by the dotted names of their knobs"""
+
+KNOWN = knobs(Config())
+GROUPS = {name for name, value in KNOWN.items() if is_dataclass(value)}
+MOST_RUNS = 100_000
+NAME = 200  # characters of a run folder's name; file systems end at 255
+
+
+@dataclass(frozen=True)
+class Where:
+    """Knobs for the points that have these labels."""
+
+    labels: dict[str, frozenset[str]]
+    knobs: Knobs
+
+    def holds(self, labels: Mapping[str, str]) -> bool:
+        return all(labels[axis] in wanted for axis, wanted in self.labels.items())
+
+
+@dataclass(frozen=True)
+class Choose:
+    """Which labels of some axes are best, for each combination of the others."""
+
+    over: tuple[str, ...]
+    """the axes that are chosen from"""
+    by: str = "train_loss"
+    """train_loss: the smallest mean training loss of the last rounds; test: the best test metric"""
+    last: int = 20
+    """rounds that count, for train_loss"""
+    share: tuple[str, ...] = ()
+    """axes whose labels have one choice together, as the papers have it for AVG and GMA: [mask]"""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """When a run is given up: its best test metric is behind that of most others that `choose` compares it with."""
+
+    after: int = 20
+    """rounds that every run may have"""
+    every: int = 10
+    """rounds between two looks"""
+    quantile: float = 0.5
+    """the share of the others that it must be level with; 0.5: the median"""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What a sweep file says."""
+
+    name: str
+    about: str = ""
+    base: Knobs = field(default_factory=dict)
+    axes: dict[str, dict[str, Knobs]] = field(default_factory=dict)
+    """variants and grid alike: axis -> label -> knobs"""
+    where: tuple[Where, ...] = ()
+    seeds: tuple[int, ...] = (0,)
+    choose: Choose | None = None
+    stop: Stop | None = None
+    reach: tuple[float, ...] = ()
+    published: tuple[dict[str, Any], ...] = ()
+    """tables of a paper, each of one measure"""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run of a sweep."""
+
+    name: str
+    """of its folder"""
+    labels: dict[str, str]
+    seed: int
+    knobs: Knobs
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Its knobs as a tree, as a configuration file has them."""
+        return nested(self.knobs | {"seed": self.seed})
+
+
+def points(sweep: Sweep) -> list[Point]:
+    """The runs of a sweep: all of the first seed, then all of the next."""
+    count = len(sweep.seeds)
+    for variants in sweep.axes.values():
+        count *= len(variants)
+    if count > MOST_RUNS:
+        raise UserError(f"sweep '{sweep.name}' stands for {count:,} runs; it may have at most {MOST_RUNS:,}")
+    found: dict[str, Point] = {}
+    every = list(itertools.product(*(list(labels) for labels in sweep.axes.values())))
+    for seed, chosen in itertools.product(sweep.seeds, every):
+        labels = dict(zip(sweep.axes, chosen, strict=True))
+        values = dict(sweep.base)
+        for axis, label in labels.items():
+            values |= sweep.axes[axis][label]
+        for one in sweep.where:
+            values |= one.knobs if one.holds(labels) else {}
+        name = folder_name(sweep, labels, seed)
+        if name in found:
+            raise UserError(f"two runs of sweep '{sweep.name}' would have the folder '{name}'; change their labels")
+        found[name] = Point(name, labels, seed, values)
+    return list(found.values())
+
+
+def folder_name(sweep: Sweep, labels: Mapping[str, str], seed: int) -> str:
+    """The folder of a run: its labels and its seed. A number says which knob it is of."""
+    shorts = [axis.rpartition(".")[2] for axis in sweep.axes]
+    words = []
+    for axis, label in labels.items():
+        short = axis.rpartition(".")[2]
+        number = not isinstance(sweep.axes[axis][label].get(axis, ""), str)
+        words.append(((short if shorts.count(short) == 1 else axis) if number else "") + label)
+    name = "_".join([*(re.sub(r"[^\w.+-]+", "-", word) for word in words), f"s{seed}"])
+    if len(name) > NAME:
+        raise UserError(f"a folder of sweep '{sweep.name}' would have a name of {len(name)} characters; shorten labels")
+    return name
+
+
+def label_of(value: Any) -> str:
+    """A value as a label."""
+    return yaml.safe_dump(value).split("\n")[0] if value is None or isinstance(value, bool) else str(value)
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> Knobs:
+    """A tree of knobs with groups taken apart into dotted names."""
+    found: Knobs = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        found |= flat(value, f"{name}.") if name in GROUPS and isinstance(value, dict) else {name: value}
+    return found
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted knobs as a tree."""
+    tree: dict[str, Any] = {}
+    for name, value in values.items():
+        group, _, own = name.rpartition(".")
+        (tree.setdefault(group, {}) if group else tree)[own] = value
+    return tree

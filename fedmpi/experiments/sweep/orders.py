@@ -1,0 +1,131 @@
+"""What a sweep is to do: its points as checked configurations, and its folder.
+
+    runs/NAME/sweep.json       what runs belong to it, with their labels
+    runs/NAME/RUN/             a run folder for each point
+    runs/NAME/configs, logs    what each run is started with, and what it says (those of a job array are in slurm/)
+    runs/NAME/chosen.json      the best labels, where the file asks for a choice
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ... import folder
+from ...config import Config, knobs
+from ...errors import UserError
+from ...folder import CONFIG, FINISHED, read_json
+from ...options import from_values
+from ..records import flat
+from ..runs import IDLE, SWEEP, word
+from .grid import Point, Sweep, points
+from .pick import GIVEN_UP
+
+CONFIGS, LOGS = "configs", "logs"
+
+
+@dataclass(frozen=True)
+class Todo:
+    """A sweep as it is to be run."""
+
+    sweep: Sweep
+    home: Path
+    points: list[Point]
+    configs: dict[str, Config]
+    """of the points, checked"""
+
+    def run(self, point: Point) -> Path:
+        """The run folder of a point."""
+        return self.home / point.name
+
+    @property
+    def left(self) -> list[Point]:
+        """The points that are neither finished nor given up."""
+        return [point for point in self.points if not at_its_end(self.run(point))]
+
+
+def at_its_end(run: Path) -> bool:
+    """Whether a run is not to be run any more."""
+    return (run / FINISHED).exists() or (run / GIVEN_UP).exists()
+
+
+def note_given_up(run: Path, why: str) -> None:
+    """Write down that a run was given up, so that it is not run again."""
+    folder.write(run / GIVEN_UP, json.dumps({"why": why, "time": time.time()}) + "\n")
+
+
+def make_todo(sweep: Sweep, chosen: list[Point], home: Path, one_thread: bool) -> Todo:
+    """What there is to do for these points of a sweep; a `UserError` for whatever is wrong with one of them."""
+    check_home(home)
+    parsed: dict[str, Config] = {}
+    configs = {point.name: checked(point, home / point.name, one_thread, parsed) for point in chosen}
+    todo = Todo(sweep, home, chosen, configs)
+    for point in chosen:
+        same_as_before(todo.run(point), todo.configs[point.name])
+    return todo
+
+
+def checked(point: Point, run: Path, one_thread: bool, parsed: dict[str, Config]) -> Config:
+    """The configuration of a point, with every name looked up. With `one_thread` a rank has that unless the file says
+    more, so that the bits do not depend on how many runs share a machine. Knobs that were `parsed` are not parsed once
+    more for another seed: that takes 50 ms."""
+    from ...run import prepare
+
+    key = json.dumps(point.labels)
+    try:
+        if key not in parsed:
+            parsed[key] = from_values(point.values)
+        cfg = prepare(replace(parsed[key], seed=point.seed, out=str(run))).cfg
+    except UserError as error:
+        raise UserError(f"run '{point.name}': {error}") from None
+    root = None if cfg.data_root is None else str(Path(cfg.data_root).expanduser().absolute())
+    return replace(cfg, data_root=root, threads=cfg.threads or (1 if one_thread else None))
+
+
+def check_home(home: Path) -> None:
+    """Refuse a folder that holds something else."""
+    try:
+        foreign = home.exists() and not (home / SWEEP).exists() and any(home.iterdir())
+    except OSError as error:
+        raise UserError(f"--out {home} cannot be read ({error.strerror}); choose another folder") from None
+    if foreign:
+        raise UserError(f"--out {home} holds files that are no sweep; choose another folder")
+
+
+def same_as_before(run: Path, cfg: Config) -> None:
+    """Refuse a run that is there already with other knobs: the file may have changed since."""
+    try:
+        before = flat(yaml.safe_load((run / CONFIG).read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{run} holds no run that can be read ({' '.join(str(error).split())}); remove it") from None
+    now = {k: v for k, v in knobs(cfg).items() if not dataclasses.is_dataclass(v) and not k.startswith(IDLE)}
+    odd = [name for name, value in now.items() if value is not None and name in before and before[name] != value]
+    if odd:
+        was = ", ".join(f"{name} was {word(before[name])} and is {word(now[name])}" for name in odd)
+        raise UserError(f"{run} holds a run with other knobs: {was}; choose another --out, or remove it")
+
+
+def describe(todo: Todo) -> None:
+    """Make the sweep's folder, and write down what belongs to it; runs of an earlier command stay in."""
+    sweep = todo.sweep
+    runs: dict[str, Any] = read_json(todo.home / SWEEP).get("runs", {})
+    runs |= {point.name: point.labels | {"seed": str(point.seed)} for point in points(sweep)}
+    about: dict[str, Any] = {"name": sweep.name, "about": sweep.about}
+    about["axes"] = {axis: list(labels) for axis, labels in sweep.axes.items()}
+    about["runs"] = runs
+    about |= {"choose": dataclasses.asdict(sweep.choose)} if sweep.choose is not None else {}
+    about |= {"reach": list(sweep.reach)} if sweep.reach else {}
+    about |= {"published": list(sweep.published)} if sweep.published else {}
+    folder.make(todo.home)
+    try:
+        folder.write(todo.home / SWEEP, json.dumps(about, indent=2) + "\n")
+    except OSError as error:
+        raise UserError(f"--out {todo.home} cannot be written ({error.strerror}); choose a folder that can") from None

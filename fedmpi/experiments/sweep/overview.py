@@ -1,0 +1,131 @@
+"""A whole sweep at a glance: how many runs are where, how far those under way have come, and how long it may take.
+
+On a terminal the last lines are drawn anew as things move; elsewhere there is a line when a run begins or ends.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import TextIO
+
+from ...folder import CONFIG, FINISHED, read_json
+from ...jobs import JOB, duration, progress, states_of
+from .grid import Point
+from .pick import GIVEN_UP
+
+AT_REST = ("finished", "given up", "stopped", "cancelled", "failed", "unknown")
+STATES = (*AT_REST, "running", "queued", "requeued", "waiting")
+BAR = 20
+
+
+@dataclass(frozen=True)
+class Row:
+    """How it stands with one run."""
+
+    name: str
+    state: str
+    why: str = ""
+    round: int = 0
+    rounds: int | None = None
+    metric: str | None = None
+    value: float | None = None
+    minutes_left: float | None = None
+    minutes: float | None = None
+    """what it took, or will take, in all"""
+
+
+def rows_of(points: list[Point], folder: Path) -> list[Row]:
+    """How it stands with the runs of a sweep."""
+    runs = [folder / point.name for point in points]
+    begun = [run for run in runs if (run / CONFIG).exists() or (run / JOB).exists()]
+    states = dict(zip(begun, states_of(begun), strict=True))
+    return [row_of(run, *states.get(run, ("waiting", ""))) for run in runs]
+
+
+def row_of(run: Path, state: str, why: str) -> Row:
+    """How it stands with one run whose state is known."""
+    if state == "waiting":
+        return Row(run.name, state)
+    if (run / GIVEN_UP).exists() and not (run / FINISHED).exists():
+        state, why = "given up", str(read_json(run / GIVEN_UP).get("why", ""))
+    seen = progress(run, state)
+    rate, rounds = seen["rounds_a_minute"], seen["rounds"]
+    minutes = rounds / rate if rate and rounds else None
+    return Row(
+        run.name, state, why, seen["round"], rounds, seen["metric"], seen["value"], seen["minutes_left"], minutes
+    )
+
+
+def minutes_left(rows: list[Row], at_once: int) -> float | None:
+    """How long a sweep may take from here, by the pace of the runs that there have been; None: nobody knows."""
+    known = [row.minutes for row in rows if row.minutes]
+    if not known:
+        return None
+    left = [row.minutes_left or 0.0 for row in rows if row.state == "running"]
+    left += [fmean(known) for row in rows if row.state in ("waiting", "queued", "requeued")]
+    return max(sum(left) / at_once, max(left, default=0.0))
+
+
+def summary(rows: list[Row], at_once: int) -> str:
+    """All runs in one line."""
+    counts = Counter(row.state for row in rows)
+    told = ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])
+    left = minutes_left(rows, at_once)
+    more = f"; about {duration(left)} left" if left and any(row.state not in AT_REST for row in rows) else ""
+    return f"{len(rows)} runs: {told}{more}"
+
+
+def line(row: Row, width: int) -> str:
+    """One run in one line."""
+    done = round(BAR * row.round / row.rounds) if row.rounds else 0
+    bar = f"[{'#' * done}{'.' * (BAR - done)}] {row.round}/{row.rounds or '?'}"
+    score = f"  {row.metric} {row.value:.4f}" if row.value is not None else ""
+    left = f"  {duration(row.minutes_left)} left" if row.minutes_left is not None else ""
+    why = f"  ({row.why})" if row.why else ""
+    return f"{row.name.ljust(width)}  {row.state.ljust(8)}  {bar}{score}{left}{why}"
+
+
+def table(rows: list[Row], at_once: int) -> str:
+    """Every run, and all of them in one line."""
+    width = max((len(row.name) for row in rows), default=0)
+    return "\n".join([*(line(row, width) for row in rows), summary(rows, at_once)])
+
+
+class Screen:
+    """Where an overview is shown."""
+
+    def __init__(self, out: TextIO | None = None) -> None:
+        self.out = sys.stdout if out is None else out
+        self.live = self.out.isatty()
+        self.drawn = 0
+        """lines that will be drawn over"""
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self._wipe()
+        print(text, file=self.out, flush=True)
+
+    def draw(self, rows: list[Row], at_once: int) -> None:
+        """Draw the runs under way and the summary, over what was drawn before; only on a terminal."""
+        if not self.live:
+            return
+        columns, height = shutil.get_terminal_size()
+        moving = [row for row in rows if row.state == "running"]
+        shown = moving[: max(1, height - 4)]
+        width = max((len(row.name) for row in shown), default=0)
+        hidden = [f"and {len(moving) - len(shown)} more"] if len(moving) > len(shown) else []
+        lines = [line(row, width) for row in shown] + hidden + [summary(rows, at_once)]
+        self._wipe()
+        self.out.write("".join(f"{text[: columns - 1]}\n" for text in lines))
+        self.out.flush()
+        self.drawn = len(lines)
+
+    def _wipe(self) -> None:
+        if self.drawn:
+            self.out.write(f"\x1b[{self.drawn}F\x1b[J")
+            self.drawn = 0

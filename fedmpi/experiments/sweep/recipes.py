@@ -1,0 +1,110 @@
+"""`fedmpi recipes`: the bundled experiments, one line each, by the paper that they reproduce; or the file of one.
+
+A recipe is a YAML file in fedmpi/recipes: a sweep, or the configuration of a single run. Its name begins with the key
+of its paper in `PAPERS`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ...cluster import Nothing
+from ...errors import unknown
+from ...options import filled, is_sweep, make_parser, read_yaml, recipes
+from .grid import points
+from .sweepfile import read_sweep
+
+ABOUT = "The bundled experiments, one line each, or the file of one of them."
+HINT = (
+    "'fedmpi recipes NAME' prints a file, 'fedmpi sweep NAME' runs it;\n"
+    "there --dry_run lists the runs, and --only, --seeds and --set make it smaller"
+)
+PAPERS = {
+    "tmlr": "Tenison et al., Gradient Masked Averaging for Federated Learning, TMLR 2023",
+    "thesis": "Tenison, Generalization in Federated Learning, thesis, Montreal 2022",
+    "neurips2021": "Tenison et al., Gradient Masked Averaging for Federated Learning, NeurIPS 2021 workshop, appendix",
+    "iclr2021": "Tenison et al., Gradient Masked Federated Optimization, ICLR 2021 workshop",
+    "uga": "Yao et al., Federated Learning with Unbiased Gradient Aggregation and Controllable Meta Updating, 2019",
+}
+SINGLE = "single runs: 'fedmpi train --config NAME'"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A bundled experiment."""
+
+    name: str
+    kind: str
+    """sweep or run"""
+    runs: int
+    about: str
+    paper: str
+    """empty where it is of none"""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What `recipes` is asked for."""
+
+    name: str | None = None
+    json: bool = False
+
+
+def main(arguments: list[str]) -> int:
+    """List the recipes, or print one; returns the exit code."""
+    parser = make_parser("fedmpi recipes", ABOUT, Nothing)
+    parser.add_argument("name", nargs="?", metavar="NAME", help="recipe whose file is printed; none: all, a line each")
+    parser.add_argument("--json", action="store_true", help="for programs: a list of objects, or one with the file")
+    asked = filled(parser, Asked, lambda: parser.parse_args(arguments))
+    if asked.name is None:
+        found = [describe(name, path) for name, path in ordered(recipes())]
+        print(json.dumps([asdict(recipe) for recipe in found], indent=2) if asked.json else listing(found), flush=True)
+        return 0
+    if asked.name not in recipes():
+        raise unknown("recipe", asked.name, recipes())
+    path = recipes()[asked.name]
+    if asked.json:
+        whole = asdict(describe(asked.name, path)) | {"file": read_yaml(path, str(path))}
+        print(json.dumps(whole, indent=2), flush=True)
+    else:
+        print(path.read_text(encoding="utf-8"), end="", flush=True)
+    return 0
+
+
+def describe(name: str, path: Path) -> Recipe:
+    """What a recipe is. A single run tells it in the first line of its file, which is a comment."""
+    paper = PAPERS.get(name.partition("-")[0], "")
+    if not is_sweep(read_yaml(path, str(path))):
+        first = path.read_text(encoding="utf-8").partition("\n")[0]
+        return Recipe(name, "run", 1, first.lstrip("# "), paper)
+    sweep = read_sweep(str(path))
+    return Recipe(name, "sweep", len(points(sweep)), sweep.about, paper)
+
+
+def ordered(found: dict[str, Path]) -> list[tuple[str, Path]]:
+    """The recipes by name, numbers in their order: table 10 comes after table 9."""
+
+    def key(item: tuple[str, Path]) -> list[str | int]:
+        return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", item[0])]  # in turn word, number
+
+    return sorted(found.items(), key=key)
+
+
+def listing(found: list[Recipe]) -> str:
+    """The recipes in aligned lines under the names of their papers, single runs of no paper at the end."""
+    name = max(len(recipe.name) for recipe in found)
+    runs = max(len(count(recipe)) for recipe in found)
+    blocks = []
+    for paper in (*PAPERS.values(), ""):
+        own = [recipe for recipe in found if recipe.paper == paper]
+        lines = [f"  {recipe.name:<{name}}  {count(recipe):>{runs}}  {recipe.about}" for recipe in own]
+        blocks += ["\n".join([paper or SINGLE, *lines])] if own else []
+    return "\n\n".join([*blocks, HINT])
+
+
+def count(recipe: Recipe) -> str:
+    """How many runs it stands for."""
+    return "1 run " if recipe.runs == 1 else f"{recipe.runs} runs"

@@ -1,0 +1,281 @@
+"""Sweep files, and what a command line says of them: from text to a `Sweep`, every mistake in one sentence.
+
+    about: one line
+    base: {data: fmnist, rounds: 100, local: {momentum: 0.9}}     knobs of all runs; `config: FILE` starts from a file
+    variants: {setting: {small: {clients: 10}, large: {clients: 100}}}     axes whose labels stand for several knobs
+    grid: {mask: [mean, gma], local.lr: [0.01, 0.1]}                       axes of one knob, whose values are the labels
+    where: [{if: {setting: small}, set: {rounds: 50}}]                     what is different for some of them
+    seeds: 3                                                               or a list of them
+    choose, stop, reach, published                                         see `Choose`, `Stop` and docs/experiments.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ...errors import UserError, nearest, unknown
+from ...options import check_keys, find_file, is_sweep, read_yaml, recipes, unknown_option
+from ..measures import measure
+from .grid import GROUPS, KNOWN, Choose, Knobs, Point, Stop, Sweep, Where, flat, label_of, points
+
+OURS = ("seed", "out", "resume", "max_minutes")  # what a sweep gives its runs itself
+KEYS = ("about", "base", "variants", "grid", "where", "seeds", "choose", "stop", "reach", "published")
+RULES = ("train_loss", "test")
+
+
+def read_sweep(name: str) -> Sweep:
+    """The sweep in a file, or the bundled one of that name; a `UserError` names what is wrong with it."""
+    path = find_sweep(name)
+    where = str(path)
+    tree = read_yaml(path, where)
+    if not is_sweep(tree):
+        hint = f"'fedmpi train --config {name}' runs it" if isinstance(tree, dict) and set(tree) <= set(KNOWN) else ""
+        raise UserError(f"{where} is no sweep: it has neither 'grid' nor 'variants' nor 'seeds'; {hint or 'add one'}")
+    for key in tree:
+        if key not in KEYS:
+            near = nearest(str(key), KEYS)
+            hint = f"did you mean '{near}'?" if near else f"known: {', '.join(KEYS)}"
+            raise UserError(f"unknown part '{key}' in {where}; {hint}")
+    axes = read_axes(tree, where)
+    sweep = Sweep(
+        name=path.stem,
+        about=read_line(tree.get("about", ""), f"about in {where}"),
+        base=read_base(tree.get("base") or {}, where),
+        axes=axes,
+        where=tuple(read_where(one, axes, where) for one in as_list(tree.get("where"), "where", where)),
+        seeds=read_seeds(tree.get("seeds", 1), where),
+        choose=read_record(Choose, tree.get("choose"), f"choose in {where}"),
+        stop=read_record(Stop, tree.get("stop"), f"stop in {where}"),
+        reach=tuple(read_number(one, f"reach in {where}") for one in as_list(tree.get("reach"), "reach", where)),
+        published=read_published(tree.get("published"), axes, where),
+    )
+    check_choice(sweep, where)
+    return sweep
+
+
+def find_sweep(name: str) -> Path:
+    """The file of that name, or else the bundled recipe."""
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    if name in recipes():
+        return recipes()[name]
+    near = nearest(name, recipes())
+    hint = f"did you mean '{near}'?" if near else "'fedmpi recipes' lists the bundled ones"
+    raise UserError(f"'{name}' is neither a file nor a recipe; {hint}")
+
+
+def read_base(tree: Any, where: str) -> Knobs:
+    """The knobs of all runs: those of a file that it names, then its own."""
+    if not isinstance(tree, dict):
+        raise UserError(f"base in {where} holds {tree!r}; it must hold knobs with their values, as a run's file does")
+    rest = {key: value for key, value in tree.items() if key != "config"}
+    start: Knobs = {}
+    if "config" in tree:
+        file = find_file(str(tree["config"]))
+        start = {k: v for k, v in flat(yaml.safe_load(file.read_text(encoding="utf-8"))).items() if k not in OURS}
+    return start | read_knobs(rest, f"base in {where}")
+
+
+def read_knobs(tree: Any, where: str) -> Knobs:
+    """Knobs with their values, groups taken apart; refuses what is no knob, and those that a sweep gives itself."""
+    tree = {} if tree is None else tree
+    check_keys(where, tree, KNOWN)
+    found = flat(tree)
+    ours = next((name for name in found if name in OURS), None)
+    if ours is not None:
+        instead = "write 'seeds' beside it" if ours == "seed" else "the sweep gives it to each run"
+        raise UserError(f"'{ours}' in {where} is not for a sweep file; {instead}")
+    return found
+
+
+def read_axes(tree: Mapping[str, Any], where: str) -> dict[str, dict[str, Knobs]]:
+    """All axes, in order: axis -> label -> knobs."""
+    axes: dict[str, dict[str, Knobs]] = {}
+    for axis, variants in as_dict(tree.get("variants"), "variants", where).items():
+        labels = as_dict(variants, f"variants.{axis}", where)
+        axes[str(axis)] = {str(k): read_knobs(v, f"variants.{axis}.{k} in {where}") for k, v in labels.items()}
+    for name, values in as_dict(tree.get("grid"), "grid", where).items():
+        if name not in KNOWN or name in GROUPS:
+            raise UserError(unknown_option(str(name), set(KNOWN) - GROUPS, where=f" in grid in {where}"))
+        if name in axes:
+            raise UserError(f"'{name}' is an axis of both variants and grid in {where}; give one of them another name")
+        read_knobs({name: None}, f"grid in {where}")
+        axes[name] = {label_of(value): {name: value} for value in as_list(values, f"grid.{name}", where)}
+        if len(axes[name]) < len(values):
+            raise UserError(f"grid.{name} in {where} has a value twice: {values}")
+    for axis, found in axes.items():
+        if axis == "seed" or not found:
+            raise UserError(f"axis '{axis}' in {where} " + ("has no label" if found == {} else "is called like seeds"))
+    return axes
+
+
+def read_where(tree: Any, axes: dict[str, dict[str, Knobs]], where: str) -> Where:
+    """One exception: the labels that it is for, and its knobs."""
+    if not isinstance(tree, dict) or set(tree) != {"if", "set"}:
+        valid = "{if: {axis: label}, set: {knob: value}}"
+        raise UserError(f"where in {where} holds {tree!r}; each part of it must be {valid}")
+    labels = {}
+    for axis, wanted in as_dict(tree["if"], "where.if", where).items():
+        if axis not in axes:
+            raise unknown(f"axis in 'where' of {where}", str(axis), axes)
+        labels[axis] = frozenset(map(label_of, wanted if isinstance(wanted, list) else [wanted]))
+        for label in labels[axis] - axes[axis].keys():
+            raise unknown(f"label of '{axis}' in 'where' of {where}", label, axes[axis])
+    return Where(labels, read_knobs(tree["set"], f"where in {where}"))
+
+
+def read_seeds(given: Any, where: str) -> tuple[int, ...]:
+    """The seeds: so many from 0 on, or those of a list."""
+    if isinstance(given, int) and not isinstance(given, bool) and given > 0:
+        return tuple(range(given))
+    whole = isinstance(given, list) and all(isinstance(s, int) and not isinstance(s, bool) and s >= 0 for s in given)
+    if not whole or not given or len(set(given)) < len(given):
+        raise UserError(f"seeds in {where} is {given!r}; it must be how many, or a list of different whole numbers")
+    return tuple(given)
+
+
+def read_record(kind: Any, tree: Any, where: str) -> Any:
+    """A small dataclass from a mapping; None where there is none."""
+    if tree is None:
+        return None
+    known = {f.name: f for f in fields(kind)}
+    for key in tree if isinstance(tree, dict) else [tree]:
+        if key not in known:
+            raise unknown(f"part of {where}", str(key), known)
+    values = {k: tuple(map(str, v)) if isinstance(v, list) else v for k, v in tree.items()}
+    try:
+        return kind(**values)
+    except TypeError:
+        raise UserError(f"{where} lacks 'over': the axes that are chosen from") from None
+
+
+def check_choice(sweep: Sweep, where: str) -> None:
+    """Refuse a choice, or a rule to give runs up, that cannot be made."""
+    choose, stop = sweep.choose, sweep.stop
+    if choose is not None:
+        for axis in (*choose.over, *choose.share):
+            if axis not in sweep.axes:
+                raise unknown(f"axis in 'choose' of {where}", axis, sweep.axes)
+        if not choose.over or set(choose.over) & set(choose.share):
+            both = f"over {list(choose.over)} and shares {list(choose.share)}"
+            raise UserError(f"choose in {where} is {both}; it must be over an axis, and no axis can be in both")
+        if choose.by not in RULES:
+            raise unknown(f"rule (choose.by in {where})", str(choose.by), RULES)
+        check_whole(choose.last, f"choose.last in {where}")
+    if stop is not None:
+        if choose is None:
+            raise UserError(f"stop in {where} needs choose: runs are given up when others that it compares do better")
+        check_whole(stop.after, f"stop.after in {where}")
+        check_whole(stop.every, f"stop.every in {where}")
+        if not 0 < read_number(stop.quantile, f"stop.quantile in {where}") < 1:
+            raise UserError(f"stop.quantile in {where} is {stop.quantile}; it must be in (0, 1)")
+
+
+def read_published(tree: Any, axes: dict[str, dict[str, Knobs]], where: str) -> tuple[dict[str, Any], ...]:
+    """What a paper says: a table, or a list of them."""
+    tables = tree if isinstance(tree, list) else [tree] if tree else []
+    return tuple(read_table(table, axes, where) for table in tables)
+
+
+def read_table(tree: Any, axes: dict[str, dict[str, Knobs]], where: str) -> dict[str, Any]:
+    """A table of a paper, with labels that exist."""
+    known = ("source", "measure", "columns", "rows")
+    found = as_dict(tree, "published", where)
+    for key in found:
+        if key not in known:
+            raise unknown(f"part of published in {where}", str(key), known)
+    name = str(found.get("measure", "best"))
+    try:
+        if name != "curve":
+            measure(name)
+    except UserError as error:
+        raise UserError(f"published in {where}: {error}") from None
+    columns = found.get("columns")
+    if found.get("rows") and columns not in axes:
+        raise unknown(f"axis (published.columns in {where})", str(columns), axes)
+    for row in as_list(found.get("rows"), "published.rows", where):
+        for key, value in as_dict(row, "published.rows", where).items():
+            if key in axes:
+                if label_of(value) not in axes[key]:
+                    raise unknown(f"label of '{key}' (published.rows in {where})", label_of(value), axes[key])
+            elif label_of(key) not in axes[str(columns)]:
+                raise unknown(f"axis or label (published.rows in {where})", str(key), [*axes, *axes[str(columns)]])
+    return found
+
+
+# Small readers
+
+
+def as_dict(tree: Any, what: str, where: str) -> dict[Any, Any]:
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise UserError(f"{what} in {where} holds {tree!r}; it must be names with their values")
+    return tree
+
+
+def as_list(tree: Any, what: str, where: str) -> list[Any]:
+    if tree is None:
+        return []
+    if not isinstance(tree, list):
+        raise UserError(f"{what} in {where} holds {tree!r}; it must be a list, in brackets or one a line after '-'")
+    return tree
+
+
+def read_line(text: Any, what: str) -> str:
+    if not isinstance(text, str) or "\n" in text.strip():
+        raise UserError(f"{what} is {text!r}; it must be one line")
+    return text.strip()
+
+
+def read_number(value: Any, what: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UserError(f"{what} is {value!r}; it must be a number")
+    return float(value)
+
+
+def check_whole(value: Any, what: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UserError(f"{what} is {value!r}; it must be a whole number of at least 1")
+
+
+# From a command line
+
+
+def narrowed(sweep: Sweep, only: Iterable[str]) -> list[Point]:
+    """The points with certain labels, each given as axis=label,label."""
+    found = points(sweep)
+    for text in only:
+        axis, equals, labels = text.partition("=")
+        known = [str(seed) for seed in sweep.seeds] if axis == "seed" else list(sweep.axes.get(axis, ()))
+        if not equals or not known:
+            raise UserError(f"--only is '{text}'; write axis=label, with an axis of {', '.join([*sweep.axes, 'seed'])}")
+        wanted = labels.split(",")
+        for label in wanted:
+            if label not in known:
+                raise unknown(f"label of '{axis}' (--only)", label, known)
+        found = [p for p in found if (str(p.seed) if axis == "seed" else p.labels[axis]) in wanted]
+    return found
+
+
+def changed(sweep: Sweep, settings: Iterable[str]) -> Sweep:
+    """The sweep with knobs for all its runs, each given as knob=value; they win over all that the file says."""
+    given: Knobs = {}
+    for text in settings:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise UserError(f"--set is '{text}'; write knob=value, such as rounds=20")
+        if name in sweep.axes:
+            raise UserError(f"--set {name}: that is an axis of the sweep; choose from it with --only {name}=...")
+        try:
+            parsed = yaml.safe_load(value)
+        except yaml.YAMLError:
+            parsed = value
+        given |= read_knobs({name: parsed}, "--set")
+    return replace(sweep, where=(*sweep.where, Where({}, given))) if given else sweep

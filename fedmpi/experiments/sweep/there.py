@@ -1,0 +1,73 @@
+"""A sweep on Slurm: what is not done as one job array, and somebody who watches it if wanted."""
+
+from __future__ import annotations
+
+import time
+
+from ...array import submit_runs
+from ...cluster import Submission, end
+from ...errors import RunError
+from ...jobs import job_of
+from .crew import told_to_end
+from .orders import Todo, note_given_up
+from .overview import AT_REST, Row, Screen, rows_of, summary
+from .pick import due, without_hope
+
+LOOK = 5.0  # seconds between two looks at the queue
+BUSY = ("running", "queued", "requeued")
+
+
+def submit(todo: Todo, asked: Submission, at_once: int | None, screen: Screen) -> None:
+    """Hand the runs that are neither done nor in the queue to Slurm."""
+    states = {row.name: row.state for row in rows_of(todo.points, todo.home)}
+    wanted = [point for point in todo.left if states[point.name] not in BUSY]
+    busy = len(todo.left) - len(wanted)
+    jobs = submit_runs(asked, [(todo.configs[p.name], todo.run(p)) for p in wanted], todo.home, at_once)
+    done = len(todo.points) - len(todo.left)
+    screen.say(f"{todo.sweep.name}: {len(todo.points)} runs in {todo.home}, {done} done, {busy} in the queue already")
+    if jobs:
+        array, element, _ = jobs[0].id.partition("_")
+        what = f"job {'array ' * bool(element)}{array}"
+        screen.say(f"{len(jobs)} submitted as {what}; see 'fedmpi sweep ... --status', or add --watch")
+
+
+def watch(todo: Todo, at_once: int, screen: Screen) -> bool:
+    """Show how it stands until nothing runs any more, and give up what has no hope; whether it was told to leave."""
+    compared: dict[str, int] = {}
+    states: dict[str, str] = {}
+    with told_to_end() as told:
+        while not told:
+            rows = rows_of(todo.points, todo.home)
+            for row in rows:
+                if states.get(row.name) != row.state and not screen.live:
+                    screen.say(f"{row.name} {row.state}{f' ({row.why})' if row.why else ''}")
+                states[row.name] = row.state
+            screen.draw(rows, at_once)
+            give_up_hopeless(todo, rows, compared, screen)
+            if all(row.state in AT_REST for row in rows):
+                screen.say(summary(rows, at_once))
+                break
+            for _ in range(int(LOOK / 0.2)):
+                if told:
+                    break
+                time.sleep(0.2)
+    return bool(told)
+
+
+def give_up_hopeless(todo: Todo, rows: list[Row], compared: dict[str, int], screen: Screen) -> None:
+    """End the jobs of runs that are behind the others."""
+    stop = todo.sweep.stop
+    for point, row in zip(todo.points, rows, strict=True):
+        at = due(row.round, stop) if stop is not None and row.state == "running" else 0
+        if at <= compared.get(point.name, 0):
+            continue
+        compared[point.name] = at
+        run, job = todo.run(point), job_of(todo.run(point))
+        if job is not None and (why := without_hope(point, todo.points, todo.home, todo.sweep)):
+            note_given_up(run, why)
+            try:
+                end(job)
+            except RunError as error:
+                screen.say(f"{point.name} has no hope ({why}), but {error}")
+                continue
+            screen.say(f"{point.name} given up: {why}")
