@@ -148,7 +148,7 @@ def test_latex_by_hand() -> None:
     assert to_latex(SMALL).splitlines() == [
         r"\begin{table}",
         r"  \centering",
-        r"  \caption{Best of\_all}",
+        r"  \caption{Best of\_all}\smallskip",
         r"  \begin{tabular}{lrrrr}",
         r"    \toprule",
         r"    runs & AVG & GMA & difference & p \\",

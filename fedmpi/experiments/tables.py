@@ -153,7 +153,7 @@ def to_latex(table: Table) -> str:
         [
             r"\begin{table}",
             r"  \centering",
-            rf"  \caption{{{latex(table.title)}}}",
+            rf"  \caption{{{latex(table.title)}}}\smallskip",  # article leaves no room below a caption
             rf"  \begin{{tabular}}{{{table.sides}}}",
             r"    \toprule",
             row([latex(name) for name in table.columns]),
