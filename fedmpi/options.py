@@ -224,6 +224,9 @@ def refuse_bomb(text: str) -> None:
 
 def refuse_twice(node: yaml.Node | None) -> None:
     """Refuse a key that stands twice in one group: the first would be lost without a word."""
+    if isinstance(node, yaml.SequenceNode):
+        for one in node.value:
+            refuse_twice(one)
     if not isinstance(node, yaml.MappingNode):
         return
     keys = [key.value for key, _ in node.value]
@@ -273,7 +276,8 @@ def sentence(text: str, known: list[str], command: str = "fedmpi train") -> str:
             NoneType="null",
             list="a list of numbers",
         )
-        valid = " or ".join(kinds.get(k, k) for k in dict.fromkeys(re.findall(r"Expected a <class '(\w+)'>", text)))
+        expected = dict.fromkeys(re.findall(r"Expected (?:a )?<class '(\w+)'>", text))
+        valid = " or ".join(kinds.get(kind, kind) for kind in expected)
         return f"--{key[1]} is '{value[1]}'; it must be {valid}"
     stray = re.search(r"unrecognized arguments: (\S+)", text)
     if stray:

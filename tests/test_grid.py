@@ -23,7 +23,7 @@ SMALL: dict[str, Any] = {
     },
     "grid": {"mask": ["mean", "gma"], "local.lr": [0.01, 0.1]},
     "where": [
-        {"if": {"setting": "few", "algorithm": "fedavg"}, "set": {"local.lr": 7, "rounds": 3}},
+        {"if": {"setting": "few", "algorithm": "fedavg"}, "set": {"local.batch": 7, "rounds": 3}},
         {"if": {"mask": ["gma"], "setting": "few", "algorithm": "fedavg"}, "set": {"rounds": 4}},
     ],
     "seeds": [3, 5],
@@ -67,7 +67,7 @@ def test_later_knobs_win(tmp_path: Path) -> None:
         "seed": 5,
     }
     assert find(found, "few_fedavg_mean_lr0.1_s3").values["rounds"] == 3  # where wins over grid and base
-    assert find(found, "few_fedavg_mean_lr0.1_s3").values["local"]["lr"] == 7
+    assert find(found, "few_fedavg_mean_lr0.1_s3").values["local"]["batch"] == 7
     assert find(found, "few_fedavg_gma_lr0.1_s3").values["rounds"] == 4  # and the later where over the earlier
 
 
@@ -124,6 +124,16 @@ WRONG: list[tuple[Any, str]] = [
     ({"grid": {"mask": ["gma"]}, "published": {"columns": "tau", "rows": [{"gma": 3}]}}, "unknown axis"),
     ({"seeds": 1, "published": {"measure": "worst"}}, "unknown measure 'worst'; known: best, final"),
     ({"seeds": 1, "published": [{"measure": "best"}, 3]}, "must be names with their values"),
+    ({"grid": {"mask": None}}, "has no label"),
+    ({"grid": {"mask": ["gma"]}, "choose": ["mask"]}, "choose in "),
+    ({"grid": {"mask": ["gma"]}, "choose": {"over": "mask"}}, "choose.over in "),
+    ({"grid": {"mask": ["gma"]}, "choose": {"over": None}}, "lacks 'over'"),
+    ({"grid": {"tau": [0, 1]}, "choose": {"over": ["tau"]}, "stop": [20]}, "stop in "),
+    ({"grid": {"mask": ["gma"]}, "published": {"columns": ["mask"], "rows": [{"gma": 3}]}}, "unknown axis"),
+    ({"grid": {"mask": ["gma"]}, "published": {"columns": "mask", "rows": [{"gma": [3]}]}}, "a number or a word"),
+    ({"grid": {"mask": ["gma"]}, "where": [{"if": {}, "set": {"mask": "mean"}}]}, "labels would not be true"),
+    ("grid: {local.lr: [1e-3, 0.001]}", "has a value twice"),
+    ("seeds: 1\nwhere: [{if: {}, set: {rounds: 1, rounds: 2}}]", "stands there twice"),
     ({"variants": {"a": {"x/y": {}, "x y": {}}}}, "two runs"),
     ({"variants": {"a": {"x" * 300: {}}}}, "shorten labels"),
     ("grid: {mask: [gma], mask: [mean]}", "stands there twice"),
@@ -165,6 +175,37 @@ def test_only_names_what_there_is(tmp_path: Path, only: str, sentence: str) -> N
 def test_set_names_what_there_is(tmp_path: Path, text: str, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         changed(small(tmp_path), [text])
+
+
+def test_a_file_that_fixes_the_rules_is_not_renamed(tmp_path: Path) -> None:
+    """The config.yaml of a run has the rules of its algorithm, which another name would not change."""
+    config = {"algorithm": "fedavg", "local": {"rule": "sgd"}, "server": {"rule": "sgd", "lr": 1.0}}
+    begin = {"config": write(tmp_path, config, "run.yaml")}
+    tree: dict[str, Any] = {"base": begin, "variants": {"a": {"avg": {}, "adam": {"algorithm": "fedadam"}}}}
+    with pytest.raises(UserError, match="run 'adam_s0' has algorithm fedadam, but base.config fixes local.rule"):
+        points(read_sweep(write(tmp_path, tree)))
+    with pytest.raises(UserError, match="base.config fixes"):
+        points(changed(read_sweep(write(tmp_path, {"base": begin, "seeds": 1})), ["algorithm=fedadam"]))
+    tree["variants"]["a"]["adam"] |= {"local.rule": None, "server.rule": None, "server.lr": 0.1}
+    assert len(points(read_sweep(write(tmp_path, tree)))) == 2
+
+
+def test_labels_that_yaml_takes_for_something_else(tmp_path: Path) -> None:
+    text = "variants: {mom: {on: {local.momentum: 0.9}, off: {}}}\ngrid: {local.lr: [1e-3]}\n"
+    sweep = read_sweep(write(tmp_path, text + "where: [{if: {mom: on}, set: {rounds: 7}}]"))
+    assert [p.name for p in points(sweep)] == ["true_lr0.001_s0", "false_lr0.001_s0"]
+    assert [p.knobs.get("rounds") for p in points(sweep)] == [7, None]
+
+
+def test_a_folder_does_not_hide_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tmlr-convex").mkdir()
+    assert read_sweep("tmlr-convex").name == "tmlr-convex"
+
+
+def test_a_number_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--set rounds cannot be read"):
+        changed(small(tmp_path), ["rounds=" + "9" * 5000])
 
 
 KNOBS = st.fixed_dictionaries(

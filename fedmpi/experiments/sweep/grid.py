@@ -53,7 +53,7 @@ class Choose:
 
 @dataclass(frozen=True)
 class Stop:
-    """When a run is given up: its best test metric is behind that of most others that `choose` compares it with."""
+    """When a run is given up: what `choose` compares is behind that of most others of its cell."""
 
     after: int = 20
     """rounds that every run may have"""
@@ -70,6 +70,8 @@ class Sweep:
     name: str
     about: str = ""
     base: Knobs = field(default_factory=dict)
+    fixed: Knobs = field(default_factory=dict)
+    """rules that the base has from a file which fixes them for its own algorithm, and that algorithm"""
     axes: dict[str, dict[str, Knobs]] = field(default_factory=dict)
     """variants and grid alike: axis -> label -> knobs"""
     where: tuple[Where, ...] = ()
@@ -108,16 +110,28 @@ def points(sweep: Sweep) -> list[Point]:
     every = list(itertools.product(*(list(labels) for labels in sweep.axes.values())))
     for seed, chosen in itertools.product(sweep.seeds, every):
         labels = dict(zip(sweep.axes, chosen, strict=True))
-        values = dict(sweep.base)
+        own: Knobs = {}
         for axis, label in labels.items():
-            values |= sweep.axes[axis][label]
+            own |= sweep.axes[axis][label]
         for one in sweep.where:
-            values |= one.knobs if one.holds(labels) else {}
+            own |= one.knobs if one.holds(labels) else {}
         name = folder_name(sweep, labels, seed)
         if name in found:
             raise UserError(f"two runs of sweep '{sweep.name}' would have the folder '{name}'; change their labels")
-        found[name] = Point(name, labels, seed, values)
+        refuse_renaming(name, sweep, own)
+        found[name] = Point(name, labels, seed, sweep.base | own)
     return list(found.values())
+
+
+def refuse_renaming(name: str, sweep: Sweep, own: Knobs) -> None:
+    """Refuse a run that would have the name of its own algorithm and the rules of another."""
+    theirs, wanted = sweep.fixed.get("algorithm"), (sweep.base | own).get("algorithm")
+    rules = [f"{rule} {value}" for rule, value in sweep.fixed.items() if rule != "algorithm" and rule not in own]
+    if rules and wanted != theirs:
+        raise UserError(
+            f"run '{name}' has algorithm {wanted}, but base.config fixes {' and '.join(rules)} for its own algorithm "
+            f"{theirs}; start from a file without the rules"
+        )
 
 
 def folder_name(sweep: Sweep, labels: Mapping[str, str], seed: int) -> str:

@@ -11,6 +11,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -18,8 +20,9 @@ from typing import Any
 
 import yaml
 
+from ...config import Config
 from ...errors import UserError, nearest, unknown
-from ...options import check_keys, find_file, is_sweep, read_yaml, recipes, unknown_option
+from ...options import check_keys, check_option, find_file, is_sweep, read_yaml, recipes, unknown_option
 from ..measures import measure
 from .grid import GROUPS, KNOWN, Choose, Knobs, Point, Stop, Sweep, Where, flat, label_of, points
 
@@ -42,15 +45,17 @@ def read_sweep(name: str) -> Sweep:
             hint = f"did you mean '{near}'?" if near else f"known: {', '.join(KEYS)}"
             raise UserError(f"unknown part '{key}' in {where}; {hint}")
     axes = read_axes(tree, where)
+    base, fixed = read_base(tree.get("base") or {}, where)
     sweep = Sweep(
         name=path.stem,
         about=read_line(tree.get("about", ""), f"about in {where}"),
-        base=read_base(tree.get("base") or {}, where),
+        base=base,
+        fixed=fixed,
         axes=axes,
         where=tuple(read_where(one, axes, where) for one in as_list(tree.get("where"), "where", where)),
         seeds=read_seeds(tree.get("seeds", 1), where),
-        choose=read_record(Choose, tree.get("choose"), f"choose in {where}"),
-        stop=read_record(Stop, tree.get("stop"), f"stop in {where}"),
+        choose=read_record(Choose, tree.get("choose"), "choose", where),
+        stop=read_record(Stop, tree.get("stop"), "stop", where),
         reach=tuple(read_number(one, f"reach in {where}") for one in as_list(tree.get("reach"), "reach", where)),
         published=read_published(tree.get("published"), axes, where),
     )
@@ -61,7 +66,7 @@ def read_sweep(name: str) -> Sweep:
 def find_sweep(name: str) -> Path:
     """The file of that name, or else the bundled recipe."""
     path = Path(name).expanduser()
-    if path.exists():
+    if os.path.exists(path) and not (path.is_dir() and name in recipes()):
         return path
     if name in recipes():
         return recipes()[name]
@@ -70,8 +75,9 @@ def find_sweep(name: str) -> Path:
     raise UserError(f"'{name}' is neither a file nor a recipe; {hint}")
 
 
-def read_base(tree: Any, where: str) -> Knobs:
-    """The knobs of all runs: those of a file that it names, then its own."""
+def read_base(tree: Any, where: str) -> tuple[Knobs, Knobs]:
+    """The knobs of all runs: those of a file that it names, then its own. Also the algorithm of that file and the rules
+    that it fixes for it, as the config.yaml of a run does."""
     if not isinstance(tree, dict):
         raise UserError(f"base in {where} holds {tree!r}; it must hold knobs with their values, as a run's file does")
     rest = {key: value for key, value in tree.items() if key != "config"}
@@ -79,7 +85,9 @@ def read_base(tree: Any, where: str) -> Knobs:
     if "config" in tree:
         file = find_file(str(tree["config"]))
         start = {k: v for k, v in flat(yaml.safe_load(file.read_text(encoding="utf-8"))).items() if k not in OURS}
-    return start | read_knobs(rest, f"base in {where}")
+    own = read_knobs(rest, f"base in {where}")
+    fixed = {rule: start[rule] for rule in ("local.rule", "server.rule") if start.get(rule) and rule not in own}
+    return start | own, {"algorithm": start.get("algorithm", Config.algorithm)} | fixed if fixed else {}
 
 
 def read_knobs(tree: Any, where: str) -> Knobs:
@@ -99,15 +107,17 @@ def read_axes(tree: Mapping[str, Any], where: str) -> dict[str, dict[str, Knobs]
     axes: dict[str, dict[str, Knobs]] = {}
     for axis, variants in as_dict(tree.get("variants"), "variants", where).items():
         labels = as_dict(variants, f"variants.{axis}", where)
-        axes[str(axis)] = {str(k): read_knobs(v, f"variants.{axis}.{k} in {where}") for k, v in labels.items()}
+        found = {label_of(k): read_knobs(v, f"variants.{axis}.{label_of(k)} in {where}") for k, v in labels.items()}
+        axes[str(axis)] = found
     for name, values in as_dict(tree.get("grid"), "grid", where).items():
         if name not in KNOWN or name in GROUPS:
             raise UserError(unknown_option(str(name), set(KNOWN) - GROUPS, where=f" in grid in {where}"))
         if name in axes:
             raise UserError(f"'{name}' is an axis of both variants and grid in {where}; give one of them another name")
         read_knobs({name: None}, f"grid in {where}")
-        axes[name] = {label_of(value): {name: value} for value in as_list(values, f"grid.{name}", where)}
-        if len(axes[name]) < len(values):
+        numbers = [as_number(value) for value in as_list(values, f"grid.{name}", where)]
+        axes[name] = {label_of(value): {name: value} for value in numbers}
+        if len(axes[name]) < len(numbers):
             raise UserError(f"grid.{name} in {where} has a value twice: {values}")
     for axis, found in axes.items():
         if axis == "seed" or not found:
@@ -127,7 +137,11 @@ def read_where(tree: Any, axes: dict[str, dict[str, Knobs]], where: str) -> Wher
         labels[axis] = frozenset(map(label_of, wanted if isinstance(wanted, list) else [wanted]))
         for label in labels[axis] - axes[axis].keys():
             raise unknown(f"label of '{axis}' in 'where' of {where}", label, axes[axis])
-    return Where(labels, read_knobs(tree["set"], f"where in {where}"))
+    given = read_knobs(tree["set"], f"where in {where}")
+    for name in given:
+        if any(set(knobs) == {name} for knobs in axes.get(name, {}).values()):
+            raise UserError(f"where in {where} sets '{name}', an axis of grid: its labels would not be true any more")
+    return Where(labels, given)
 
 
 def read_seeds(given: Any, where: str) -> tuple[int, ...]:
@@ -140,19 +154,20 @@ def read_seeds(given: Any, where: str) -> tuple[int, ...]:
     return tuple(given)
 
 
-def read_record(kind: Any, tree: Any, where: str) -> Any:
+def read_record(kind: Any, tree: Any, what: str, where: str) -> Any:
     """A small dataclass from a mapping; None where there is none."""
     if tree is None:
         return None
     known = {f.name: f for f in fields(kind)}
-    for key in tree if isinstance(tree, dict) else [tree]:
+    values = {}
+    for key, value in as_dict(tree, what, where).items():
         if key not in known:
-            raise unknown(f"part of {where}", str(key), known)
-    values = {k: tuple(map(str, v)) if isinstance(v, list) else v for k, v in tree.items()}
-    try:
-        return kind(**values)
-    except TypeError:
-        raise UserError(f"{where} lacks 'over': the axes that are chosen from") from None
+            raise unknown(f"part of {what} in {where}", str(key), known)
+        axes = key in ("over", "share")
+        values[key] = tuple(map(label_of, as_list(value, f"{what}.{key}", where))) if axes else value
+    if kind is Choose and not values.get("over"):
+        raise UserError(f"{what} in {where} lacks 'over': the axes that are chosen from")
+    return kind(**values)
 
 
 def check_choice(sweep: Sweep, where: str) -> None:
@@ -196,17 +211,29 @@ def read_table(tree: Any, axes: dict[str, dict[str, Knobs]], where: str) -> dict
             measure(name)
     except UserError as error:
         raise UserError(f"published in {where}: {error}") from None
-    columns = found.get("columns")
+    columns = str(found.get("columns"))
     if found.get("rows") and columns not in axes:
-        raise unknown(f"axis (published.columns in {where})", str(columns), axes)
-    for row in as_list(found.get("rows"), "published.rows", where):
-        for key, value in as_dict(row, "published.rows", where).items():
-            if key in axes:
-                if label_of(value) not in axes[key]:
-                    raise unknown(f"label of '{key}' (published.rows in {where})", label_of(value), axes[key])
-            elif label_of(key) not in axes[str(columns)]:
-                raise unknown(f"axis or label (published.rows in {where})", str(key), [*axes, *axes[str(columns)]])
-    return found
+        raise unknown(f"axis (published.columns in {where})", columns, axes)
+    rows = [read_row(row, axes, columns, where) for row in as_list(found.get("rows"), "published.rows", where)]
+    table: dict[str, Any] = {"source": str(found.get("source", "")), "measure": name}
+    return table | {"columns": columns, "rows": rows} if rows else table
+
+
+def read_row(tree: Any, axes: dict[str, dict[str, Knobs]], columns: str, where: str) -> dict[str, Any]:
+    """A row of such a table: labels of axes, and numbers or words under labels of the columns."""
+    row: dict[str, Any] = {}
+    for key, value in as_dict(tree, "published.rows", where).items():
+        if key in axes:
+            if label_of(value) not in axes[key]:
+                raise unknown(f"label of '{key}' (published.rows in {where})", label_of(value), axes[key])
+            row[key] = label_of(value)
+            continue
+        if label_of(key) not in axes[columns]:
+            raise unknown(f"axis or label (published.rows in {where})", str(key), [*axes, *axes[columns]])
+        if isinstance(value, bool) or not isinstance(value, int | float | str):
+            raise UserError(f"published.rows in {where} has {value!r} under '{key}'; it must be a number or a word")
+        row[label_of(key)] = value
+    return row
 
 
 # Small readers
@@ -226,6 +253,11 @@ def as_list(tree: Any, what: str, where: str) -> list[Any]:
     if not isinstance(tree, list):
         raise UserError(f"{what} in {where} holds {tree!r}; it must be a list, in brackets or one a line after '-'")
     return tree
+
+
+def as_number(value: Any) -> Any:
+    """A value as a number where it is one for people, if not for YAML: 1e-3 without a dot."""
+    return float(value) if isinstance(value, str) and re.fullmatch(r"[-+]?\d+e[-+]?\d+", value, re.I) else value
 
 
 def read_line(text: Any, what: str) -> str:
@@ -273,6 +305,7 @@ def changed(sweep: Sweep, settings: Iterable[str]) -> Sweep:
             raise UserError(f"--set is '{text}'; write knob=value, such as rounds=20")
         if name in sweep.axes:
             raise UserError(f"--set {name}: that is an axis of the sweep; choose from it with --only {name}=...")
+        check_option(f"--set {name}", value)
         try:
             parsed = yaml.safe_load(value)
         except yaml.YAMLError:
