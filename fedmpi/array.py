@@ -33,7 +33,7 @@ from .cluster import (
     undone_unless_queued,
 )
 from .config import Config
-from .errors import UserError
+from .errors import RunError, UserError
 from .folder import make
 from .jobs import FILES, Job, alive, jobs_of
 
@@ -55,7 +55,9 @@ def submit_runs(
     if twice := [out for out in outs if outs.count(out) > 1]:
         raise UserError(f"several runs have the folder {twice[0]}; give each its own")
     for (cfg, out), (job, facts) in zip(sound, jobs_of(outs), strict=True):
-        check_folder(out, cfg, alive(out, job, facts or {}))
+        if facts is None:
+            raise RunError(f"Slurm does not answer about {job} of {out}, which may be in the queue; try again later")
+        check_folder(out, cfg, alive(out, job, facts))
     submitit_or_error()
     submitted, files = time.time(), home / FILES
     with undone_unless_queued(home, files, *outs):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import __version__
-from .errors import AGAIN, AgreedError, CommonError, RunError, UserError, complain, unknown
+from .errors import AGAIN, AgreedError, CommonError, RunError, UserError, complain, silence, unknown
 
 if TYPE_CHECKING:
     import torch
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         complain("interrupted")
         return 130
     except BrokenPipeError:  # nobody reads any more, as behind '| head'
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it exits
+        silence(sys.stdout)
         return 0
 
 

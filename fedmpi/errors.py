@@ -8,8 +8,10 @@ is gone): also one sentence, exit code 1; where all ranks raise it alike, it is 
 from __future__ import annotations
 
 import difflib
+import os
 import sys
 from collections.abc import Iterable
+from typing import TextIO
 
 AGAIN = 75  # the exit code of a run that stopped in good order and wants to be started again (EX_TEMPFAIL)
 
@@ -39,6 +41,13 @@ def complain(sentence: str) -> None:
     """Say it on standard error, in one piece: several ranks may write."""
     sys.stderr.write(f"fedmpi: {sentence}\n")
     sys.stderr.flush()
+
+
+def silence(stream: TextIO) -> None:
+    """Let what is written to a stream that nobody reads any more go nowhere, or Python complains when it exits."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 def unknown(kind: str, given: str, known: Iterable[str], own: bool = False) -> UserError:

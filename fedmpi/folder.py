@@ -155,14 +155,15 @@ def owner_in_words(out: Path) -> str:
     return f"process {owner['pid']} on {owner['host']}{job}" if {"pid", "host"} <= owner.keys() else "another run"
 
 
-def write(path: Path, text: str) -> None:
-    """Write a file aside, sync and rename it, so that nobody ever reads half of it."""
-    aside = path.with_name(f".{path.name}")
-    with open(aside, "w", encoding="utf-8") as file:
+def write(path: Path, text: str, aside: str = "") -> None:
+    """Write a file aside, sync and rename it, so that nobody ever reads half of it. `aside` tells apart those who may
+    write it at the same time."""
+    beside = path.with_name(f".{path.name}{aside}")
+    with open(beside, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(aside, path)
+    os.replace(beside, path)
     sync(path.parent)
 
 

@@ -26,6 +26,7 @@ from .errors import AGAIN, UserError
 from .folder import CHECKPOINTS, CONFIG, FINISHED, METRICS, STARTS, STOPPED, holder, lines_of, read_json
 from .slurm import ENDED, WAITING, Facts, slurm_job, slurm_jobs
 
+SILENT = "Slurm does not answer here"
 JOB, LIVES, CANCELLED, FILES, KEEPER = "job.json", "lives.jsonl", "cancelled", "slurm", "keeper"
 
 TAIL_BYTES = 1 << 16
@@ -214,12 +215,12 @@ def state_at_rest(run: Path, job: Job | None, facts: Facts | None, slurm: str) -
     given_up = str(lives[-1].get("why")) if lives and not lives[-1].get("again") else ""
     if cancelled(run) or slurm == "CANCELLED":
         return "cancelled", "" if cancelled(run) else "by scancel"
+    if facts is None:
+        return "unknown", SILENT
     if stopped := read_json(run / STOPPED):
         why = f"by {stopped.get('why')} after round {stopped.get('round')}"
         return "stopped", f"{why}; not started again, as {given_up}" if given_up else why
     begun = lines_of(run / STARTS)
-    if facts is None and not begun:
-        return "unknown", "Slurm does not answer here, and the run has not begun"
     if not begun and not slurm and not lives:
         return "unknown", "it has not begun" if job is None else "Slurm has forgotten the job, and the run never began"
     code = f"exit code {lives[-1].get('code')}" if lives else ""

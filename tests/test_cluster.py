@@ -222,7 +222,7 @@ SLURM = Job("7", "slurm")
         ({"JobState": "OUT_OF_MEMORY"}, "failed", "out of memory"),
         ({"JobState": "TIMEOUT"}, "failed", "timeout"),
         ({}, "unknown", "Slurm has forgotten the job, and the run never began"),
-        (None, "unknown", "Slurm does not answer here, and the run has not begun"),
+        (None, "unknown", "Slurm does not answer here"),
     ],
 )
 def test_states_by_what_slurm_says(facts: dict[str, str] | None, state: str, why: str, run: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fedmpi.config import Config
 from fedmpi.experiments.sweep.grid import Choose, Point, Stop, Sweep, points
-from fedmpi.experiments.sweep.pick import due, in_words, pick, quantile, without_hope
+from fedmpi.experiments.sweep.pick import due, in_words, out_of_it, pick, quantile, without_hope
 
 AXES = {
     "mask": {"mean": {"mask": "mean"}, "gma": {"mask": "gma"}},
@@ -85,7 +85,7 @@ def test_labels_with_a_run_that_did_not_finish_are_out(tmp_path: Path) -> None:
     for label in ("0.1", "1"):
         (tmp_path / f"mean_lr{label}_s0" / "finished.json").unlink()
     mean, _ = pick(one, points(one), tmp_path)
-    assert mean.best is None and "nothing yet" in in_words([mean], Choose(("local.lr",)))
+    assert mean.best is None and "nothing; no labels have all" in in_words([mean], Choose(("local.lr",)))
 
 
 @pytest.mark.parametrize(("round", "at"), [(0, 0), (19, 0), (20, 20), (29, 20), (30, 30), (57, 50)])
@@ -135,6 +135,42 @@ def test_one_other_is_too_few_and_so_is_one_that_has_not_come_so_far(tmp_path: P
 
 def test_before_the_first_look_nobody_is_given_up(tmp_path: Path) -> None:
     assert hope(tmp_path, [0.1], [[0.9], [0.9]], Stop(after=2, every=2)) == ""
+
+
+INF = float("inf")
+
+
+def test_what_has_diverged_is_behind_all_that_has_not(tmp_path: Path) -> None:
+    """The second best of six is not behind, because three others are not finite."""
+    labels = {str(number): {"local.lr": float(number)} for number in range(6)}
+    one = Sweep("s", axes={"local.lr": labels}, choose=Choose(("local.lr",), last=1), stop=Stop(1, 1))
+    found = points(one)
+    for point, loss in zip(found, [0.5, 0.56, 0.6, INF, INF, INF], strict=True):
+        write_run(tmp_path, point, [loss], [0.1], finished=False)
+    told = [without_hope(point, found, tmp_path, one) for point in found]
+    assert told[:3] == ["", "", ""] and all("was not finite by round 1" in why for why in told[3:])
+
+
+def test_where_all_have_diverged_nobody_is_ahead(tmp_path: Path) -> None:
+    assert hope(tmp_path, [INF, INF], [[INF, INF], [INF, INF]], Stop(2, 2), "train_loss") == ""
+
+
+def test_the_last_labels_are_not_given_up_and_the_others_take_all_their_runs_along(tmp_path: Path) -> None:
+    one = sweep(Choose(("local.lr",), last=1, share=("mask",)), Stop(1, 1), seeds=(0, 1))
+    found = points(one)
+    for point in found:
+        write_run(tmp_path, point, [float(point.labels["local.lr"])], [0.1], finished=False)
+    worst, middle = (next(p for p in found if p.labels["local.lr"] == label) for label in ("1", "0.5"))
+    best = next(p for p in found if p.labels["local.lr"] == "0.1")
+    assert without_hope(worst, found, tmp_path, one) and not out_of_it(worst, found, tmp_path, one)
+    (tmp_path / worst.name / "given-up.json").write_text("{}")
+    others = [p for p in found if p.labels["local.lr"] == "1" and p is not worst]
+    assert len(others) == 3 and all(f"{worst.name} was given up" in out_of_it(p, found, tmp_path, one) for p in others)
+    assert out_of_it(middle, found, tmp_path, one) == ""
+    (tmp_path / best.name / "given-up.json").write_text("{}")
+    assert without_hope(middle, found, tmp_path, one) == "", "nothing else is left to be chosen"
+    (tmp_path / worst.name / "finished.json").write_text("{}")  # before it heard of it
+    assert out_of_it(others[0], found, tmp_path, one) == ""
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1), st.floats(0.01, 0.99))

@@ -128,16 +128,38 @@ def test_told_to_end_the_runs_save_and_the_same_command_goes_on(tmp_path: Path, 
 
 @pytest.mark.processes
 def test_a_run_that_fails_is_named_and_tried_again(tmp_path: Path) -> None:
-    nowhere = str(tmp_path / "nowhere")
-    bad = {"algorithm": {"good": {}, "bad": {"data": "shakespeare", "model": "gru", "split": "natural"}}}
-    bad["algorithm"]["bad"]["data_root"] = nowhere
+    (tmp_path / "faulty.py").write_text("def data(root):\n    raise OSError('the disk is on fire')\n")
+    bad = {"algorithm": {"good": {}, "bad": {"data": "faulty:data"}}}
     file, home = write(tmp_path, variants=bad, grid={}, seeds=1), tmp_path / "out"
     for _ in range(2):  # the first time, and again
-        code, out, err = sweep(file, "--out", home)
-        assert code == 1 and "1 of 2 runs are not done: bad_s0" in err
-        assert "bad_s0 failed with code 2: fedmpi: data set 'shakespeare'" in out
+        code, out, err = sweep(file, "--out", home, PYTHONPATH=str(tmp_path))
+        assert code == 1 and f"1 of 2 runs are not done: bad_s0; {home / 'logs' / 'bad_s0.log'} tells why" in err
+        assert "bad_s0 failed with code 2: fedmpi: data set 'faulty:data'" in out and "the disk is on fire" in out
         assert (home / "good_s0" / "finished.json").exists()
     assert starts(home / "good_s0") == 1
+    told = sweep(file, "--out", home, "--status", PYTHONPATH=str(tmp_path))[1]
+    assert "bad_s0   failed" in told and "the disk is on fire" in told
+
+
+@pytest.mark.processes
+def test_two_sweeps_that_begin_together_divide_the_work(tmp_path: Path) -> None:
+    file, home = write(tmp_path, base=base(local={"steps": 60})), tmp_path / "out"
+    with start(file, "--out", home) as one, start(file, "--out", home) as other:
+        said = [process.communicate(timeout=200) for process in (one, other)]
+    assert (one.returncode, other.returncode) == (0, 0), said
+    assert not any("failed" in out or err for out, err in said), said
+    assert [starts(home / name) for name in NAMES] == [1, 1, 1, 1]
+
+
+@pytest.mark.processes
+def test_a_sweep_that_nobody_listens_to_goes_on(tmp_path: Path) -> None:
+    file, home = write(tmp_path), tmp_path / "out"
+    with start(file, "--out", home) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(200) == 0 and process.stderr.read() == ""
+    assert all((home / name / "finished.json").exists() for name in NAMES)
 
 
 @pytest.mark.processes
@@ -190,6 +212,22 @@ def test_runs_of_several_ranks_have_the_same_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.launchers
+def test_ranks_are_told_to_end_and_not_their_launcher(tmp_path: Path) -> None:
+    """torchrun would kill them after 30 seconds, whatever a round takes."""
+    knobs = base(rounds=600, local={"steps": 100}, checkpoint={"every": 2, "minutes": 0})
+    file, home = write(tmp_path, base=knobs, seeds=1, grid={"mask": ["gma"]}), tmp_path / "out"
+    with start(file, "--out", home, "--ranks_per_node", 2) as process:
+        try:
+            wait_for(lambda: (home / "gma_s0" / "checkpoints" / "round-2").exists())
+        finally:
+            process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=100)
+    assert process.returncode == 75, (out, err)
+    log = (home / "logs" / "gma_s0.log").read_text()
+    assert "gma_s0 stopped after round" in out and "death signal" not in log and "stopped after round" in log
+
+
+@pytest.mark.launchers
 def test_on_slurm_a_sweep_is_one_job_array(tmp_path: Path) -> None:
     need("slurm", not missing(), f"{missing()} not found; apt-get install slurm-wlm munge")
     file, home = write(tmp_path, base=base(threads=1)), tmp_path / "out"
@@ -220,11 +258,20 @@ def test_nothing_is_started_where_something_is_wrong(tmp_path: Path, capsys: pyt
     assert "--jobs is 0" in says(file, "--jobs", "0", "--out", home)
     assert "unknown executor 'slrum'" in says(file, "--executor", "slrum", "--out", home)
     assert "--partition cannot be used" in says(file, "--partition", "x", "--out", home)
+    assert "--retries and --watch cannot be used" in says(file, "--watch", "--retries", "1", "--out", home)
+    assert "run 'mean_s0': --comm is mpi" in says(file, "--set", "comm=mpi", "--out", home)
+    assert "--rounds is 0" in says(file, "--set", "rounds=0", "--set", "clients=7", "--out", home)
+    lost = "run 'gma_s1': data set 'shakespeare' is not under"
+    assert lost in says(file, "--set", f"data_root={tmp_path}", "data=shakespeare", "model=gru", "--out", home)
     assert not home.exists()
     home.mkdir()
     (home / "thesis.tex").touch()
     assert "no sweep" in says(file, "--out", home)
     assert [one.name for one in home.iterdir()] == ["thesis.tex"]
+    (home / "thesis.tex").rename(home / ".sweep.json-of-one-that-was-killed")
+    assert main(["sweep", str(file), "--out", str(home), "--dry_run"]) == 0
+    (home / "sweep.json").write_text('{"runs": {}, "axes": {"tau": ["0.1"]}}')
+    assert "holds a sweep over tau, and 'tiny' is one over mask" in says(file, "--out", home)
 
 
 def test_a_run_with_other_knobs_is_not_taken_for_this_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -234,6 +281,9 @@ def test_a_run_with_other_knobs_is_not_taken_for_this_one(tmp_path: Path, capsys
     alone(home / "mean_s0", "--mask", "mean", "--rounds", "1")
     assert main(["sweep", str(write(tmp_path)), "--out", str(home)]) == 2
     assert "rounds was 1 and is 3" in capsys.readouterr().err
+    knobs = base(rounds=1, local={"steps": None})
+    assert main(["sweep", str(write(tmp_path, base=knobs)), "--out", str(home)]) == 2
+    assert "local.steps was 5 and is null" in capsys.readouterr().err
     assert main(["sweep", str(write(tmp_path)), "--out", str(home), "--set", "rounds=1", "--dry_run"]) == 0
     told = capsys.readouterr().out
     assert "gma_s1  mask gma, seed 1" in told and "4 runs in" in told and "nothing was started" in told

@@ -9,15 +9,15 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from ... import folder
 from ...cluster import Submission
 from ...cluster import check as check_submission
 from ...config import check_bounds, knob
 from ...errors import AGAIN, UserError, complain
 from ...options import filled, make_parser
-from .grid import Point, points
-from .orders import LOGS, Todo, describe, make_todo
+from .grid import Point
+from .orders import LOGS, Todo, describe, keep, make_todo, so_far
 from .overview import Screen, rows_of, table
 from .pick import CHOSEN, in_words, pick, record
 from .sweepfile import changed, narrowed, read_sweep
@@ -26,6 +26,8 @@ ABOUT = (
     "Run every point of a sweep file, or of a bundled one ('fedmpi recipes' lists them). Given again, it goes on: "
     "finished runs are not run again, broken ones are."
 )
+ARRAY_ONLY = ("name", "gpus_per_node", "mpi", "retries", "setup", "watch")
+"""options that only Slurm's jobs have, beside those of `cluster.SLURM_ONLY`"""
 FLAGS = {
     "dry_run": "check everything, list the runs, and stop",
     "status": "show how it stands with every run, and stop",
@@ -76,14 +78,20 @@ def main(arguments: list[str]) -> int:
         from .there import submit, watch
 
         submit(todo, asked, asked.jobs, screen)
-        if not asked.watch:
+        if todo.left and not asked.watch:
             return 0
-        left = watch(todo, asked.jobs or len(todo.points), screen)
+        told = watch(todo, asked.jobs or len(todo.points), screen) if todo.left else False
+        if told:
+            complain(f"left, with {len(todo.left)} of {len(todo.points)} runs to do; their jobs go on")
+            return AGAIN
     else:
         from .here import Here
 
-        left = Here(todo, asked.jobs or 1, asked.ranks, screen).run()
-    return conclude(todo, screen, left)
+        told = Here(todo, asked.jobs or 1, asked.ranks, screen).run()
+        if told:
+            complain(f"sweep stopped with {len(todo.left)} of {len(todo.points)} runs to do; the same command goes on")
+            return AGAIN
+    return conclude(todo, screen)
 
 
 def parse(arguments: list[str]) -> Asked:
@@ -92,9 +100,10 @@ def parse(arguments: list[str]) -> Asked:
     parser.add_argument("file", nargs="?", default="", metavar="FILE", help="sweep file, or the name of a bundled one")
     for flag, help in FLAGS.items():
         parser.add_argument(f"--{flag}", action="store_true", help=help)
-    parser.add_argument("--only", nargs="+", default=[], metavar="AXIS=LABEL", help="only runs with these labels")
-    parser.add_argument("--set", nargs="+", default=[], metavar="KNOB=VALUE", help="knobs for all runs")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[], help="these seeds instead of the file's")
+    more: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
+    parser.add_argument("--only", **more, metavar="AXIS=LABEL", help="only runs with these labels")
+    parser.add_argument("--set", **more, metavar="KNOB=VALUE", help="knobs for all runs")
+    parser.add_argument("--seeds", **more, type=int, help="these seeds instead of the file's")
     asked = filled(parser, Asked, lambda: parser.parse_args(arguments))
     if not asked.file:
         raise UserError("sweep was given no file; name one, or a bundled sweep: 'fedmpi recipes' lists them")
@@ -106,6 +115,9 @@ def check(asked: Asked) -> Todo:
     check_bounds(asked, prefix="")
     if not (asked.dry_run or asked.status):
         check_submission(asked)
+    useless = [f"--{name}" for name in ARRAY_ONLY if getattr(asked, name) != getattr(Asked, name)]
+    if asked.executor == "local" and useless:
+        raise UserError(f"{' and '.join(useless)} cannot be used with --executor local; leave it out, or use slurm")
     if any(seed < 0 for seed in asked.seeds) or len(set(asked.seeds)) < len(asked.seeds):
         raise UserError(f"--seeds is {asked.seeds}; they must be different, and at least 0")
     sweep = read_sweep(asked.file)
@@ -114,7 +126,23 @@ def check(asked: Asked) -> Todo:
     if not chosen:
         raise UserError(f"--only {' '.join(asked.only)} leaves no run of sweep '{sweep.name}'")
     home = Path(f"runs/{sweep.name}" if asked.out is None else asked.out).expanduser().absolute()
-    return make_todo(sweep, chosen, home, one_thread=asked.executor == "local")
+    todo = make_todo(sweep, chosen, home, local=asked.executor == "local")
+    if asked.executor == "local" and not (asked.dry_run or asked.status):
+        fetch_data(todo)
+    return todo
+
+
+def fetch_data(todo: Todo) -> None:
+    """See that the data sets of the runs to come are there: what is missing is missing for all of them."""
+    from ...data import DATASETS, load
+
+    wanted = {(cfg.data, cfg.data_root): point.name for point in todo.left for cfg in [todo.configs[point.name]]}
+    for (data, root), name in wanted.items():
+        try:
+            if data in DATASETS:  # one's own is left to the runs
+                load(data, root)
+        except UserError as error:
+            raise UserError(f"run '{name}': {error}") from None
 
 
 def in_short(point: Point) -> str:
@@ -122,20 +150,22 @@ def in_short(point: Point) -> str:
     return ", ".join([*(f"{axis} {label}" for axis, label in point.labels.items()), f"seed {point.seed}"])
 
 
-def conclude(todo: Todo, screen: Screen, told: bool) -> int:
+def conclude(todo: Todo, screen: Screen) -> int:
     """Choose what is to be chosen, and say what is left to do; returns the exit code."""
+    choices = pick(todo.sweep, so_far(todo), todo.home)
     if (rule := todo.sweep.choose) is not None:
-        choices = pick(todo.sweep, points(todo.sweep), todo.home)
-        folder.write(todo.home / CHOSEN, json.dumps(record(choices, rule), indent=2) + "\n")
+        keep(todo.home / CHOSEN, json.dumps(record(choices, rule), indent=2) + "\n")
         screen.say(in_words(choices, rule))
     left = [point.name for point in todo.left]
-    if told:
-        complain(f"sweep stopped with {len(left)} of {len(todo.points)} runs to do; the same command goes on")
-        return AGAIN
     if left:
         some = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
-        where = f"{todo.home / LOGS} or 'fedmpi status' tells why"
-        complain(f"{len(left)} of {len(todo.points)} runs are not done: {some}; {where}, and the same command goes on")
+        log = todo.home / LOGS / f"{left[0]}.log"
+        where = log if log.exists() else f"'fedmpi status {todo.home / left[0]}'"
+        count = f"{len(left)} of {len(todo.points)} runs are not done"
+        complain(f"{count}: {some}; {where} tells why, and the same command goes on")
+        return 1
+    if any(choice.best is None for choice in choices):
+        complain(f"all runs are at their end, and there is nothing to choose in some cells: see {todo.home / CHOSEN}")
         return 1
     screen.say(f"done: {todo.home}; 'fedmpi report {todo.home} --out report' shows it")
     return 0

@@ -1,8 +1,8 @@
 """Runs on this machine, so many at a time, each a process of its own with its log in a file.
 
-A run that is told to end saves and leaves (stop.py). Its process is the head of a session of its own, so that a Ctrl-C
-in the terminal reaches the sweep alone, which then tells its runs. Whoever kills the sweep leaves its runs running; the
-next sweep in the same folder sees that by their locks, and waits for them.
+A run that is told to end saves and leaves (stop.py), when its round is done. Its process is the head of a session of
+its own, so that a Ctrl-C in the terminal reaches the sweep alone, which then tells its runs. Whoever kills the sweep
+leaves its runs running; the next sweep in the same folder sees that by their locks, and waits for them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ from pathlib import Path
 from ...folder import FINISHED, holder
 from ...jobs import newest_checkpoint, stopped_well
 
-GRACE = 120.0  # seconds that runs have to save after they were told to end
 DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
@@ -43,6 +41,8 @@ class Live:
     slot: int
     saved: int
     """the round of its newest checkpoint when it was started"""
+    logged: int
+    """the bytes of its log that are of earlier lives"""
     why: str = ""
     """why it was given up"""
 
@@ -56,6 +56,8 @@ class Ended:
     why: str
     moved: bool
     """whether it saved more rounds than it had, so that another life may bring it further"""
+    last_words: str
+    """the last thing that it said, its own error first"""
 
     @property
     def finished(self) -> bool:
@@ -83,6 +85,7 @@ class Crew:
             return False
         slot = min(set(range(self.at_once)) - {one.slot for one in self.live.values()})
         with open(order.log, "ab") as log:
+            logged = log.tell()
             process = subprocess.Popen(
                 command(order.config, self.ranks),
                 env=dict(self.environ) | share_of_devices(self.environ, slot, self.at_once) | {"OMP_NUM_THREADS": "1"},
@@ -91,7 +94,7 @@ class Crew:
                 stderr=log,
                 start_new_session=True,
             )
-        self.live[order.name] = Live(order, process, slot, newest_checkpoint(order.run) or 0)
+        self.live[order.name] = Live(order, process, slot, newest_checkpoint(order.run) or 0, logged)
         return True
 
     def ended(self) -> list[Ended]:
@@ -99,36 +102,53 @@ class Crew:
         gone = [one for one in self.live.values() if one.process.poll() is not None]
         for one in gone:
             del self.live[one.order.name]
-        return [
-            Ended(one.order, one.process.returncode, one.why, (newest_checkpoint(one.order.run) or 0) > one.saved)
-            for one in gone
-        ]
+        return [self._ended(one) for one in gone]
+
+    def _ended(self, one: Live) -> Ended:
+        moved = (newest_checkpoint(one.order.run) or 0) > one.saved
+        return Ended(one.order, one.process.returncode, one.why, moved, last_words(one.order.log, one.logged))
 
     def give_up(self, name: str, why: str) -> None:
         """Tell a run to save and leave for good."""
         one = self.live[name]
         if not one.why:
             one.why = why
-            end(one.process)
+            end(one.process, self.ranks)
 
     def close(self) -> None:
-        """Tell all runs to save and leave, and see that they do."""
+        """Tell all runs to save and leave, and wait for them, however long their rounds take."""
         for one in self.live.values():
-            end(one.process)
-        deadline = time.monotonic() + GRACE
+            end(one.process, self.ranks)
         for one in self.live.values():
-            try:
-                one.process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                with suppress(ProcessLookupError):
-                    os.killpg(one.process.pid, signal.SIGKILL)
-                one.process.wait()
+            one.process.wait()
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
-    """Tell a process to end."""
-    with suppress(ProcessLookupError):
-        process.terminate()
+def end(process: subprocess.Popen[bytes], ranks: int) -> None:
+    """Tell a run to end: its ranks, as torchrun would kill them 30 seconds after it was told."""
+    told = children(process.pid) if ranks > 1 and process.poll() is None else []
+    for pid in told or [process.pid]:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started."""
+    try:
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def last_words(log: Path, start: int = 0) -> str:
+    """The last line of a log from a byte on, or that of fedmpi's own error: a launcher may say a lot behind it."""
+    try:
+        with open(log, "rb") as file:
+            file.seek(start)
+            lines = file.read().decode(errors="replace").split("\n")
+    except OSError:
+        return ""
+    said = [line.strip() for line in lines if line.strip()]
+    return next((line for line in reversed(said) if line.startswith("fedmpi: ")), said[-1] if said else "")
 
 
 def command(config: Path, ranks: int) -> list[str]:

@@ -6,7 +6,6 @@ import dataclasses
 import os
 import time
 from collections import deque
-from pathlib import Path
 
 import yaml
 
@@ -15,9 +14,9 @@ from ...folder import CONFIG, FINISHED
 from ...jobs import duration
 from .crew import Crew, Ended, Order, told_to_end
 from .grid import Point
-from .orders import CONFIGS, LOGS, Todo, at_its_end, note_given_up
+from .orders import CONFIGS, LOGS, Todo, at_its_end, keep, note_given_up
 from .overview import Row, Screen, row_of
-from .pick import due, without_hope
+from .pick import due, out_of_it, without_hope
 
 POLL = 0.2  # seconds between two looks at the processes
 DRAWN = 1.0  # seconds between two looks at what the runs have come to
@@ -54,7 +53,7 @@ class Here:
                     time.sleep(POLL)
             finally:
                 if self.crew.live:
-                    self.screen.say("told to end: the runs save and leave")
+                    self.screen.say("told to end: the runs save and leave when their rounds are done")
                 self.crew.close()
                 self.take_ended()
         return bool(told)
@@ -66,9 +65,14 @@ class Here:
             (self.waiting if folder.holder(order.run) is None else self.elsewhere).append(order)
         while self.waiting and self.crew.free:
             order = self.waiting.popleft()
+            point = self.points[order.name]
             if at_its_end(order.run):
                 self.screen.say(f"{order.name} is done: somebody else has run it")
-                self.rows[order.name] = self.row(self.points[order.name], "finished")
+                self.rows[order.name] = self.row(point, "waiting")
+            elif why := out_of_it(point, self.todo.points, self.todo.home, self.todo.sweep):
+                note_given_up(order.run, why)
+                self.screen.say(f"{order.name} given up: {why}")
+                self.rows[order.name] = self.row(point, "waiting")
             elif not self.crew.start(order):
                 self.screen.say(f"{order.name} is run by {folder.owner_in_words(order.run)}: waiting for that")
                 self.elsewhere.append(order)
@@ -79,13 +83,14 @@ class Here:
         """Tell of the runs that have ended; one that a fault has ended begins again if it had got further."""
         for ended in self.crew.ended():
             order = ended.order
+            if not ended.finished and folder.holder(order.run) is not None:  # which began at the same moment
+                self.elsewhere.append(order)
+                continue
             if ended.moved and not (ended.finished or ended.stopped or ended.why):
                 self.screen.say(f"{order.name} ended with code {ended.code}; it goes on from its checkpoint")
                 self.waiting.appendleft(order)
                 continue
-            if ended.why and not ended.finished:
-                note_given_up(order.run, ended.why)
-            row = self.row(self.points[order.name], "finished" if ended.finished else "failed")
+            row = self.row(self.points[order.name], state_of(ended))
             self.rows[order.name] = row
             self.screen.say(in_words(ended, row))
 
@@ -96,10 +101,13 @@ class Here:
             self.rows[name] = self.row(point, "running")
             stop = self.todo.sweep.stop
             at = 0 if stop is None else due(self.rows[name].round, stop)
+            why = out_of_it(point, self.todo.points, self.todo.home, self.todo.sweep)
             if at > self.compared.get(name, 0):
                 self.compared[name] = at
-                if why := without_hope(point, self.todo.points, self.todo.home, self.todo.sweep):
-                    self.crew.give_up(name, why)
+                why = why or without_hope(point, self.todo.points, self.todo.home, self.todo.sweep)
+            if why and not self.crew.live[name].why:
+                note_given_up(self.todo.run(point), why)
+                self.crew.give_up(name, why)
         self.screen.draw(list(self.rows.values()), self.crew.at_once)
 
     def row(self, point: Point, state: str) -> Row:
@@ -115,8 +123,15 @@ def write_order(todo: Todo, point: Point) -> Order:
     for name in (CONFIGS, LOGS):
         (todo.home / name).mkdir(mode=0o700, exist_ok=True)
     config = todo.home / CONFIGS / f"{point.name}.yaml"
-    folder.write(config, yaml.safe_dump(dataclasses.asdict(todo.configs[point.name]), sort_keys=False))
+    keep(config, yaml.safe_dump(dataclasses.asdict(todo.configs[point.name]), sort_keys=False))
     return Order(point.name, todo.run(point), config, todo.home / LOGS / f"{point.name}.log")
+
+
+def state_of(ended: Ended) -> str:
+    """The state in which a run has ended."""
+    if ended.finished:
+        return "finished"
+    return "given up" if ended.why else "stopped" if ended.stopped else "failed"
 
 
 def in_words(ended: Ended, row: Row) -> str:
@@ -130,10 +145,4 @@ def in_words(ended: Ended, row: Row) -> str:
         return f"{name} given up after round {row.round}: {ended.why}"
     if ended.stopped:
         return f"{name} stopped after round {row.round}"
-    return f"{name} failed with code {ended.code}: {last_line(ended.order.log) or 'it did not say why'}"
-
-
-def last_line(log: Path) -> str:
-    """The last line of a run's log."""
-    lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return f"{name} failed with code {ended.code}: {ended.last_words or 'it did not say why'}"

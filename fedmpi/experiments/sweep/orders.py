@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import socket
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +30,7 @@ from .grid import Point, Sweep, points
 from .pick import GIVEN_UP
 
 CONFIGS, LOGS = "configs", "logs"
+LATER = ("model",)  # what a run fills in when it has its data
 
 
 @dataclass(frozen=True)
@@ -57,24 +60,33 @@ def at_its_end(run: Path) -> bool:
 
 def note_given_up(run: Path, why: str) -> None:
     """Write down that a run was given up, so that it is not run again."""
-    folder.write(run / GIVEN_UP, json.dumps({"why": why, "time": time.time()}) + "\n")
+    folder.make(run)
+    keep(run / GIVEN_UP, json.dumps({"why": why, "time": time.time()}) + "\n")
 
 
-def make_todo(sweep: Sweep, chosen: list[Point], home: Path, one_thread: bool) -> Todo:
+def keep(path: Path, text: str) -> None:
+    """Write a file of a sweep, which another sweep in the same folder may be writing as well."""
+    try:
+        folder.write(path, text, aside=f"-{socket.gethostname()}-{os.getpid()}")
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}); make room, or choose another --out") from None
+
+
+def make_todo(sweep: Sweep, chosen: list[Point], home: Path, local: bool) -> Todo:
     """What there is to do for these points of a sweep; a `UserError` for whatever is wrong with one of them."""
-    check_home(home)
+    check_home(home, sweep)
     parsed: dict[str, Config] = {}
-    configs = {point.name: checked(point, home / point.name, one_thread, parsed) for point in chosen}
+    configs = {point.name: checked(point, home / point.name, local, parsed) for point in chosen}
     todo = Todo(sweep, home, chosen, configs)
     for point in chosen:
         same_as_before(todo.run(point), todo.configs[point.name])
     return todo
 
 
-def checked(point: Point, run: Path, one_thread: bool, parsed: dict[str, Config]) -> Config:
-    """The configuration of a point, with every name looked up. With `one_thread` a rank has that unless the file says
-    more, so that the bits do not depend on how many runs share a machine. Knobs that were `parsed` are not parsed once
-    more for another seed: that takes 50 ms."""
+def checked(point: Point, run: Path, local: bool, parsed: dict[str, Config]) -> Config:
+    """The configuration of a point, with every name looked up. On the `local` machine a rank has one thread unless the
+    file says more, so that the bits do not depend on how many runs share it. Knobs that were `parsed` are not parsed
+    once more for another seed: that takes 50 ms."""
     from ...run import prepare
 
     key = json.dumps(point.labels)
@@ -82,20 +94,28 @@ def checked(point: Point, run: Path, one_thread: bool, parsed: dict[str, Config]
         if key not in parsed:
             parsed[key] = from_values(point.values)
         cfg = prepare(replace(parsed[key], seed=point.seed, out=str(run))).cfg
+        if local and cfg.comm == "mpi":
+            raise UserError("--comm is mpi, but a sweep on this machine starts its ranks by torchrun; leave it out")
     except UserError as error:
         raise UserError(f"run '{point.name}': {error}") from None
     root = None if cfg.data_root is None else str(Path(cfg.data_root).expanduser().absolute())
-    return replace(cfg, data_root=root, threads=cfg.threads or (1 if one_thread else None))
+    return replace(cfg, data_root=root, threads=cfg.threads or (1 if local else None))
 
 
-def check_home(home: Path) -> None:
-    """Refuse a folder that holds something else."""
+def check_home(home: Path, sweep: Sweep) -> None:
+    """Refuse a folder that holds something else, or another sweep."""
     try:
-        foreign = home.exists() and not (home / SWEEP).exists() and any(home.iterdir())
+        files = [one.name for one in home.iterdir()] if home.exists() else []
     except OSError as error:
         raise UserError(f"--out {home} cannot be read ({error.strerror}); choose another folder") from None
-    if foreign:
+    if SWEEP not in files and any(not name.startswith(f".{SWEEP}") for name in files):
         raise UserError(f"--out {home} holds files that are no sweep; choose another folder")
+    before = read_json(home / SWEEP).get("axes") or {}
+    if before and list(before) != list(sweep.axes):
+        raise UserError(
+            f"--out {home} holds a sweep over {', '.join(before)}, and '{sweep.name}' is one over "
+            f"{', '.join(sweep.axes) or 'seeds'}; choose another folder"
+        )
 
 
 def same_as_before(run: Path, cfg: Config) -> None:
@@ -107,10 +127,18 @@ def same_as_before(run: Path, cfg: Config) -> None:
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"{run} holds no run that can be read ({' '.join(str(error).split())}); remove it") from None
     now = {k: v for k, v in knobs(cfg).items() if not dataclasses.is_dataclass(v) and not k.startswith(IDLE)}
-    odd = [name for name, value in now.items() if value is not None and name in before and before[name] != value]
+    later = [name for name in LATER if now.get(name) is None]
+    odd = [name for name, value in now.items() if name in before and name not in later and before[name] != value]
     if odd:
         was = ", ".join(f"{name} was {word(before[name])} and is {word(now[name])}" for name in odd)
         raise UserError(f"{run} holds a run with other knobs: {was}; choose another --out, or remove it")
+
+
+def so_far(todo: Todo) -> list[Point]:
+    """The points of a sweep with all seeds that it has had, of earlier commands as well."""
+    runs = read_json(todo.home / SWEEP).get("runs", {})
+    seeds = {int(one["seed"]) for name, one in runs.items() if str(one.get("seed", "")).isdecimal()}
+    return points(replace(todo.sweep, seeds=(*todo.sweep.seeds, *sorted(seeds - set(todo.sweep.seeds)))))
 
 
 def describe(todo: Todo) -> None:
@@ -125,7 +153,4 @@ def describe(todo: Todo) -> None:
     about |= {"reach": list(sweep.reach)} if sweep.reach else {}
     about |= {"published": list(sweep.published)} if sweep.published else {}
     folder.make(todo.home)
-    try:
-        folder.write(todo.home / SWEEP, json.dumps(about, indent=2) + "\n")
-    except OSError as error:
-        raise UserError(f"--out {todo.home} cannot be written ({error.strerror}); choose a folder that can") from None
+    keep(todo.home / SWEEP, json.dumps(about, indent=2) + "\n")

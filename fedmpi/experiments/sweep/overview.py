@@ -13,10 +13,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import TextIO
 
-from ...folder import CONFIG, FINISHED, read_json
+from ...errors import silence
+from ...folder import CONFIG, read_json
 from ...jobs import JOB, duration, progress, states_of
+from .crew import last_words
 from .grid import Point
-from .pick import GIVEN_UP
+from .orders import LOGS
+from .pick import GIVEN_UP, was_given_up
 
 AT_REST = ("finished", "given up", "stopped", "cancelled", "failed", "unknown")
 STATES = (*AT_REST, "running", "queued", "requeued", "waiting")
@@ -44,15 +47,21 @@ def rows_of(points: list[Point], folder: Path) -> list[Row]:
     runs = [folder / point.name for point in points]
     begun = [run for run in runs if (run / CONFIG).exists() or (run / JOB).exists()]
     states = dict(zip(begun, states_of(begun), strict=True))
-    return [row_of(run, *states.get(run, ("waiting", ""))) for run in runs]
+    return [row_of(run, *states.get(run) or before_its_folder(run)) for run in runs]
+
+
+def before_its_folder(run: Path) -> tuple[str, str]:
+    """The state of a run that has not got as far as a configuration in its folder, and what it said where it failed."""
+    why = last_words(run.parent / LOGS / f"{run.name}.log")
+    return ("failed", why) if why else ("waiting", "")
 
 
 def row_of(run: Path, state: str, why: str) -> Row:
     """How it stands with one run whose state is known."""
-    if state == "waiting":
-        return Row(run.name, state)
-    if (run / GIVEN_UP).exists() and not (run / FINISHED).exists():
+    if was_given_up(run):
         state, why = "given up", str(read_json(run / GIVEN_UP).get("why", ""))
+    if not (run / CONFIG).exists() and not (run / JOB).exists():
+        return Row(run.name, state, why)
     seen = progress(run, state)
     rate, rounds = seen["rounds_a_minute"], seen["rounds"]
     minutes = rounds / rate if rate and rounds else None
@@ -107,8 +116,7 @@ class Screen:
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        self._wipe()
-        print(text, file=self.out, flush=True)
+        self._write(self._wiped() + f"{text}\n")
 
     def draw(self, rows: list[Row], at_once: int) -> None:
         """Draw the runs under way and the summary, over what was drawn before; only on a terminal."""
@@ -120,12 +128,18 @@ class Screen:
         width = max((len(row.name) for row in shown), default=0)
         hidden = [f"and {len(moving) - len(shown)} more"] if len(moving) > len(shown) else []
         lines = [line(row, width) for row in shown] + hidden + [summary(rows, at_once)]
-        self._wipe()
-        self.out.write("".join(f"{text[: columns - 1]}\n" for text in lines))
-        self.out.flush()
+        self._write(self._wiped() + "".join(f"{text[: columns - 1]}\n" for text in lines))
         self.drawn = len(lines)
 
-    def _wipe(self) -> None:
-        if self.drawn:
-            self.out.write(f"\x1b[{self.drawn}F\x1b[J")
-            self.drawn = 0
+    def _wiped(self) -> str:
+        """What takes away the lines that were drawn."""
+        drawn, self.drawn = self.drawn, 0
+        return f"\x1b[{drawn}F\x1b[J" if drawn else ""
+
+    def _write(self, text: str) -> None:
+        """Show something. Where nobody looks any more, the runs go on."""
+        try:
+            self.out.write(text)
+            self.out.flush()
+        except OSError:
+            silence(self.out)

@@ -2,11 +2,13 @@
 
 A cell is one label of every axis that is not chosen from. In each cell the labels that are chosen from compete, by the
 mean over their runs: the papers' rule is the smallest mean training loss of the last 20 rounds. A run that failed, or
-was given up, takes its labels out of the competition.
+was given up, takes its labels out of the competition: their other runs are given up as well, and the last labels that
+are left are not.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -88,7 +90,7 @@ def in_words(choices: list[Choice], rule: Choose) -> str:
     for choice in choices:
         cell = ", ".join(choice.cell.values()) or "all"
         if choice.best is None:
-            lines.append(f"  {cell}: nothing yet; no labels have all their runs finished")
+            lines.append(f"  {cell}: nothing; no labels have all their runs finished with a finite value")
             continue
         value = next(one.value for one in choice.tried if one.labels == choice.best)
         best = ", ".join(f"{axis} {label}" for axis, label in choice.best.items())
@@ -105,11 +107,22 @@ def due(round: int, stop: Stop) -> int:
     return 0 if round < stop.after else stop.after + (round - stop.after) // stop.every * stop.every
 
 
+def out_of_it(point: Point, points: list[Point], folder: Path, sweep: Sweep) -> str:
+    """Why a run need not be made: another one with its labels was given up, so they cannot be chosen. Else empty."""
+    if sweep.choose is None:
+        return ""
+    given_up = given_up_labels(point, points, folder, sweep.choose).get(labels_over(point, sweep.choose))
+    return f"{given_up} was given up, which has the same labels to choose from" if given_up else ""
+
+
 def without_hope(point: Point, points: list[Point], folder: Path, sweep: Sweep) -> str:
     """Why a run is to be given up: it is behind most others of its cell and seed, at the last round of comparison that
-    it and enough of them have come to. Empty: it may go on."""
+    it and enough of them have come to. Empty: it may go on, or is the last that is left to be chosen."""
     rule, stop = sweep.choose, sweep.stop
     if rule is None or stop is None or not is_run(folder / point.name):
+        return ""
+    out = given_up_labels(point, points, folder, rule)
+    if {labels_over(p, rule) for p in points if same_choice(p, point, rule)} - out.keys() <= {labels_over(point, rule)}:
         return ""
     run = read_run(folder / point.name)
     rivals = [p for p in points if p.seed == point.seed and p.name != point.name and same_cell(p, point, rule)]
@@ -119,17 +132,36 @@ def without_hope(point: Point, points: list[Point], folder: Path, sweep: Sweep) 
     if not at:
         return ""
     judged = judge(rule)
-    own = standing(run, at, judged)
-    as_far = [one for one in there if rounds_of(one) >= at]
-    values = [value for one in as_far if (value := standing(one, at, judged)) is not None]
-    if len(values) < FEWEST:
+    sign = -1 if judged.rises(run) else 1  # so that less is better
+    values = [sign * standing(one, at, judged) for one in there if rounds_of(one) >= at]
+    own, bar = sign * standing(run, at, judged), quantile(values, 1 - stop.quantile)
+    if own <= bar and (own < math.inf or min(values) == math.inf):
         return ""
-    bar = quantile(values, stop.quantile if judged.rises(run) else 1 - stop.quantile)
-    if own is not None and not (own < bar if judged.rises(run) else own > bar):
-        return ""
-    told = "not finite" if own is None else f"{own:.4f}"
-    level = f"{bar:.4f} is level with {stop.quantile:.0%} of {len(values)} others"
+    told = "not finite" if own == math.inf else f"{sign * own:.4f}"
+    level = f"{sign * bar:.4f} is level with {stop.quantile:.0%} of {len(values)} others"
     return f"{judged.name} was {told} by round {at}, and {level}"
+
+
+def given_up_labels(point: Point, points: list[Point], folder: Path, rule: Choose) -> dict[tuple[str, ...], str]:
+    """The labels that are out in the competition of a point, each with a run of theirs that was given up."""
+    rivals = [p for p in points if same_choice(p, point, rule)]
+    return {labels_over(p, rule): p.name for p in rivals if was_given_up(folder / p.name)}
+
+
+def was_given_up(run: Path) -> bool:
+    """Whether a run was given up; it may have finished before it heard of that."""
+    return (run / GIVEN_UP).exists() and not (run / FINISHED).exists()
+
+
+def labels_over(point: Point, rule: Choose) -> tuple[str, ...]:
+    """The labels of a point that are chosen from."""
+    return tuple(point.labels[axis] for axis in rule.over)
+
+
+def same_choice(one: Point, other: Point, rule: Choose) -> bool:
+    """Whether two points are in one competition, whatever their seeds and the labels that share a choice."""
+    kept = (*rule.over, *rule.share)
+    return all(one.labels[axis] == label for axis, label in other.labels.items() if axis not in kept)
 
 
 def rounds_of(run: Run) -> int:
@@ -137,9 +169,10 @@ def rounds_of(run: Run) -> int:
     return int(run.records[-1]["round"]) if run.records else 0
 
 
-def standing(run: Run, at: int, judged: Measure) -> float | None:
-    """What a run had come to by a round."""
-    return judged.of(replace(run, records=[r for r in run.records if r["round"] <= at]))
+def standing(run: Run, at: int, judged: Measure) -> float:
+    """What a run had come to by a round; what is not finite is behind all that is."""
+    value = judged.of(replace(run, records=[r for r in run.records if r["round"] <= at]))
+    return value if value is not None else -math.inf if judged.rises(run) else math.inf
 
 
 def same_cell(one: Point, other: Point, rule: Choose) -> bool:
@@ -153,4 +186,6 @@ def quantile(values: list[float], share: float) -> float:
     place = share * (len(ordered) - 1)
     low = int(place)
     high = min(low + 1, len(ordered) - 1)
+    if place == low or ordered[low] == ordered[high]:  # between two that are not finite there is nothing
+        return ordered[low]
     return ordered[low] + (place - low) * (ordered[high] - ordered[low])

@@ -7,11 +7,11 @@ import time
 from ...array import submit_runs
 from ...cluster import Submission, end
 from ...errors import RunError
-from ...jobs import job_of
+from ...jobs import SILENT, job_of
 from .crew import told_to_end
 from .orders import Todo, note_given_up
 from .overview import AT_REST, Row, Screen, rows_of, summary
-from .pick import due, without_hope
+from .pick import due, out_of_it, without_hope
 
 LOOK = 5.0  # seconds between two looks at the queue
 BUSY = ("running", "queued", "requeued")
@@ -44,7 +44,7 @@ def watch(todo: Todo, at_once: int, screen: Screen) -> bool:
                 states[row.name] = row.state
             screen.draw(rows, at_once)
             give_up_hopeless(todo, rows, compared, screen)
-            if all(row.state in AT_REST for row in rows):
+            if all(row.state in AT_REST and row.why != SILENT for row in rows):
                 screen.say(summary(rows, at_once))
                 break
             for _ in range(int(LOOK / 0.2)):
@@ -58,12 +58,13 @@ def give_up_hopeless(todo: Todo, rows: list[Row], compared: dict[str, int], scre
     """End the jobs of runs that are behind the others."""
     stop = todo.sweep.stop
     for point, row in zip(todo.points, rows, strict=True):
+        why = out_of_it(point, todo.points, todo.home, todo.sweep) if row.state in BUSY else ""
         at = due(row.round, stop) if stop is not None and row.state == "running" else 0
-        if at <= compared.get(point.name, 0):
-            continue
-        compared[point.name] = at
+        if at > compared.get(point.name, 0):
+            compared[point.name] = at
+            why = why or without_hope(point, todo.points, todo.home, todo.sweep)
         run, job = todo.run(point), job_of(todo.run(point))
-        if job is not None and (why := without_hope(point, todo.points, todo.home, todo.sweep)):
+        if job is not None and why:
             note_given_up(run, why)
             try:
                 end(job)
