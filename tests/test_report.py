@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from made_runs import made
 from matplotlib.text import Text
 from PIL import Image
 from reported import LAYERS, a_round, measured, write_run, write_sweep
@@ -28,10 +29,10 @@ from fedmpi.cli import main
 from fedmpi.config import Skew
 from fedmpi.errors import UserError
 from fedmpi.experiments.report import binder
-from fedmpi.experiments.report.arrange import MOST_LINES, arrange, by_panel
+from fedmpi.experiments.report.arrange import MOST_LINES, Placed, arrange, by_panel
 from fedmpi.experiments.report.command import chosen_cells, contents, gathered
 from fedmpi.experiments.report.figures import style
-from fedmpi.experiments.report.figures.style import DARK, NARROW, WIDE, Picture, looks, render
+from fedmpi.experiments.report.figures.style import DARK, MOST_LOOKS, NARROW, WIDE, Look, Picture, looks, render
 from fedmpi.experiments.report.page import Absent, Code, Fold, Items, Named, Part, Section, page, recoloured
 from fedmpi.experiments.report.sections import (
     agreement,
@@ -520,15 +521,59 @@ def test_an_axis_with_a_name_of_its_own_is_known_by_its_masks(tmp_path: Path) ->
     assert {one.label for inside in panels.values() for one in inside} == {"AVG", "GMA"}
 
 
-@given(st.integers(1, 8), st.integers(1, 4))
+def grey(look: Look) -> tuple[str, str, bool]:
+    """What is left of a look without its colour."""
+    return str(look.dash), look.marker, look.filled
+
+
+@given(st.integers(1, MOST_LOOKS), st.integers(1, MOST_LOOKS))
 def test_no_two_lines_look_alike_even_in_grey(kinds: int, masks: int) -> None:
-    series = [(f"kind{k}", f"mask{m}") for k in range(kinds) for m in range(masks)]
-    found = looks(series)
-    without_colour = {
-        (look.dash if isinstance(look.dash, str) else str(look.dash), look.marker, look.filled)
-        for look in found.values()
+    series = [(f"kind{k}", f"mask{m}") for k in range(kinds) for m in range(masks)][:MOST_LOOKS]
+    assert len({grey(look) for look in looks(series).values()}) == len(series)
+
+
+def test_the_kind_and_the_mask_can_be_told_from_a_look() -> None:
+    found = looks([(f"kind{k}", f"mask{m}") for k in range(8) for m in range(4)])
+    assert all(look.colour == style.COLOURS[int(kind[-1])] for (kind, _), look in found.items())
+    assert all(look.dash == style.DASHES[int(mask[-1])] for (_, mask), look in found.items())
+
+
+def no_two_alike(placed: list[Placed]) -> bool:
+    """Whether in every panel all lines have labels, and looks without their colours, of their own."""
+    panels = by_panel(placed).values()
+    return all(
+        len({one.label for one in inside}) == len({grey(one.look) for one in inside}) == len(inside)
+        for inside in panels
+    )
+
+
+def test_labels_of_one_mask_have_looks_of_their_own() -> None:
+    loose = [made([0.5], mask="mean", data="mnist"), *(made([0.5], tau=tau, data="fmnist") for tau in (0.2, 0.4))]
+    assert no_two_alike(arrange(group(loose)))
+    arms = {"fedavg": "mean", "fedgma-0.01": "and", "fedgma-0.1": "and", "fedgma-1": "and"}
+    for splits in (["iid"], ["iid", "noniid"], [f"split{i}" for i in range(9)]):
+        runs = [made([0.5], labels={"split": s, "arm": arm}, mask=arms[arm]) for s in splits for arm in arms]
+        assert no_two_alike(arrange(group(runs)))
+
+
+knob_sets = st.fixed_dictionaries(
+    {
+        "mask": st.sampled_from(["mean", "gma", "and", "mine:mask"]),
+        "tau": st.sampled_from([0.2, 0.4, 0.8]),
+        "algorithm": st.sampled_from(["fedavg", "fedprox", "fedadam"]),
+        "cohort": st.integers(1, 9),
     }
-    assert len(without_colour) == len(series)
+)
+
+
+@given(st.lists(knob_sets, min_size=1, max_size=MOST_LOOKS, unique_by=str), st.sampled_from(["", "arm", "grid"]))
+def test_no_two_lines_of_a_panel_look_alike(every: list[dict[str, Any]], sweep: str) -> None:
+    def labels(number: int) -> dict[str, str]:
+        knobs = {knob: str(value) for knob, value in every[number].items()}
+        return {"": {}, "arm": {"arm": f"a{number}"}, "grid": knobs}[sweep]
+
+    runs = [made([0.5], labels=labels(number), **knobs) for number, knobs in enumerate(every)]
+    assert no_two_alike(arrange(group(runs)))
 
 
 # AVG beside GMA

@@ -32,16 +32,17 @@ def arrange(groups: Sequence[Group]) -> list[Placed]:
     """The groups with their panels, their labels in them and their looks."""
     inside, masking = inner_axes(groups), telling(groups, "mask")
     kinds = [words(group, lambda axis: axis in inside and axis not in masking) for group in groups]
-    masks = [group.first.mask for group in groups]
-    looking = looks(list(zip(kinds, masks, strict=True)))
+    # Labels, as several may stand for one mask: with other thresholds, or with other rates.
+    arms = [words(group, lambda axis: axis in masking) if masking else group.first.mask for group in groups]
+    looking = looks(list(zip(kinds, arms, strict=True)))
     return [
         Placed(
             group,
             words(group, lambda axis: axis not in inside),
             words(group, lambda axis: axis in inside) or f"{group.config['algorithm']} {group.first.mask}",
-            looking[kind, mask],
+            looking[kind, arm],
         )
-        for group, kind, mask in zip(groups, kinds, masks, strict=True)
+        for group, kind, arm in zip(groups, kinds, arms, strict=True)
     ]
 
 

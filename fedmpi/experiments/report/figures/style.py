@@ -7,6 +7,7 @@ colour vision, and each has another for a dark page, which takes its place there
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,6 +35,7 @@ DARK = {
 """what takes the place of a colour on a dark page"""
 DASHES = ("solid", (0, (5, 2)), (0, (1, 1.4)), (0, (6, 1.5, 1, 1.5)))
 MARKERS = "osD^vPX*"
+MOST_LOOKS = 2 * len(MARKERS) * len(DASHES)  # filled or not
 HATCHES = ("", "////", "....", "\\\\\\\\", "xxxx", "----", "++++", "oooo")
 SHADES = "viridis_r"  # even steps of lightness, so that its order can be read in grey
 SETTINGS: dict[Any, Any] = {
@@ -131,8 +133,16 @@ def render(picture: Picture, kinds: Iterable[str], width: float = WIDE) -> dict[
 
 
 def looks(series: Sequence[tuple[str, str]]) -> dict[tuple[str, str], Look]:
-    """A look for each series of (kind, mask): the colour and the marker tell the kind, the dash and the filling the
-    mask; where all have one mask or one kind, all four tell the other."""
+    """A look for each series of (kind, mask), also without its colour another for each of the first `MOST_LOOKS`: the
+    colour and the marker tell the kind, the dash and the filling the mask, as long as there are enough of them; where
+    all have one mask or one kind, all four tell the other."""
+    distinct = list(dict.fromkeys(series))
+    told = telling_looks(distinct)
+    return told if len(set(told.values())) == len(told) else dict(zip(distinct, every_look(), strict=False))
+
+
+def telling_looks(series: Sequence[tuple[str, str]]) -> dict[tuple[str, str], Look]:
+    """Looks that tell the kind and the mask; with many of these, some are the same."""
     kinds, masks = (list(dict.fromkeys(one)) for one in zip(*series, strict=True)) if series else ([], [])
     made = {}
     for kind, mask in series:
@@ -146,6 +156,18 @@ def looks(series: Sequence[tuple[str, str]]) -> dict[tuple[str, str], Look]:
             filled=(m == 0) if len(masks) > 1 else colour < len(COLOURS),
         )
     return made
+
+
+def every_look() -> Iterator[Look]:
+    """All the looks there are, those beside each other as different as can be, and then again from the first."""
+    for number in itertools.count():
+        row = number // len(MARKERS)
+        yield Look(
+            COLOURS[number % len(COLOURS)],
+            DASHES[(number + row) % len(DASHES)],
+            MARKERS[number % len(MARKERS)],
+            filled=row // len(DASHES) % 2 == 0,
+        )
 
 
 def panels(count: int, width: float, height: float, columns: int = 4, **how: Any) -> tuple[Figure, list[Axes]]:
