@@ -378,6 +378,20 @@ def test_labels_have_what_tells_groups_apart_and_no_more() -> None:
     assert labels([one(meta__weights=[2, 1]), one()]) == ["meta.weights [2, 1]", "meta.weights null"]
 
 
+def test_labels_tell_of_another_task_though_the_masks_would_tell_the_groups_apart() -> None:
+    gma = [made([0.5], tau=tau, data="fmnist", rounds=40) for tau in (0.2, 0.4)]
+    assert labels([*gma, made([0.5], mask="mean", data="mnist", rounds=50)]) == [
+        "gma, tau 0.2, fmnist, rounds 40",
+        "gma, tau 0.4, fmnist, rounds 40",
+        "mean, mnist, rounds 50",
+    ]
+    for knob, values in {"model": ("lenet", "cnn"), "split": ("iid", "classes"), "clients": (10, 100)}.items():
+        told = labels([made([0.5], mask=mask, **{knob: values[mask == "gma"]}) for mask in ("mean", "gma")])
+        assert [label.split()[-1] for label in told] == [str(value) for value in values]
+    swept = [made([0.5], labels={"mask": mask}, mask=mask, data=f"of-{mask}") for mask in ("mean", "gma")]
+    assert labels(swept) == ["mean", "gma"], "what the labels of a sweep stand for is told by the sweep"
+
+
 def test_plain_averaging_has_no_threshold() -> None:
     runs = [made([0.5], mask=mask, tau=tau) for mask, tau in (("mean", 0.4), ("gma", 0.4), ("gma", 0.2), ("and", 0.4))]
     assert labels(runs) == ["mean", "gma, tau 0.4", "gma, tau 0.2", "and, tau 0.4"]

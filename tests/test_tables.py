@@ -257,7 +257,7 @@ def test_runs_that_are_not_done_have_no_part_in_a_mean() -> None:
     runs = [
         made([0.5, 0.6], seed=0, rounds=12),
         made([0.9], seed=1, done=False, rounds=12),
-        made([0.1], mask="mean", done=False),
+        made([0.1], mask="mean", done=False, rounds=12),
     ]
     table = summary_table(group(runs), ["best", "rounds:0.99"])
     assert cells(table, "gma")["best accuracy"] == "60.00 (1 of 2)"

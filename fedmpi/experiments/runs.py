@@ -26,6 +26,7 @@ SWEEP, PARTITION = "sweep.json", "partition.json"
 IDLE = (*FREE, "threads", "device", "deterministic", "min_clients", "eval.batch")
 """knobs, and the beginnings of groups of them, that do not change what is learnt and measured, but for the last bits"""
 PLAIN = ("algorithm", "mask", "data", "split", "model")  # knobs whose value says enough in a label
+TASK = ("data", "model", "split", "clients", "rounds")  # knobs that runs share if they can be compared
 
 
 @dataclass(frozen=True)
@@ -236,7 +237,7 @@ def essence(run: Run) -> dict[str, Any]:
 
 def group(runs: list[Run]) -> list[Group]:
     """The runs in groups that differ in the seed alone, in the order in which they first come: by the labels where all
-    belong to one sweep, else by the knobs."""
+    belong to one sweep, else by the knobs, of which those of the task are told whenever they differ."""
     sweeps = {run.sweep for run in runs}
     swept = len(sweeps) == 1 and None not in sweeps
     keys, members = [], list[list[Run]]()
@@ -246,20 +247,22 @@ def group(runs: list[Run]) -> list[Group]:
             keys.append(key)
             members.append([])
         members[keys.index(key)].append(run)
-    apart = telling(keys)
+    apart = telling(keys, () if swept else TASK)
     return [
         make_group({name: word(key[name]) for name in apart if name in key}, found)
         for key, found in zip(keys, members, strict=True)
     ]
 
 
-def telling(keys: list[dict[str, Any]]) -> list[str]:
-    """The names that tell keys apart, without those that say nothing new: a rate that goes with its algorithm."""
+def telling(keys: list[dict[str, Any]], always: Iterable[str] = ()) -> list[str]:
+    """The names that tell keys apart, without those that say nothing new, such as a rate that goes with its algorithm,
+    unless they are to be told `always`."""
     kept: list[str] = []
     classes = 1
     for name in dict.fromkeys(name for key in keys for name in key):
         finer = len({tuple(word(key.get(one)) for one in [*kept, name]) for key in keys})
-        if finer > classes:
+        differs = len({word(key.get(name)) for key in keys}) > 1
+        if finer > classes or (differs and name in always):
             kept, classes = [*kept, name], finer
     return kept
 
