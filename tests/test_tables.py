@@ -357,6 +357,19 @@ def test_pairs_differ_in_the_mask_alone_or_in_the_rates_too() -> None:
     assert labels(slow, fast, made([0.5], mask="gma", local__lr=0.5)) == [], "which of the two is not to be guessed"
 
 
+def test_no_two_pairs_have_the_same_row() -> None:
+    def rows(*runs: Run) -> list[tuple[str, str]]:
+        return [(str(row[0]), str(row[1])) for row in mask_table(group(list(runs))).rows]
+
+    mean, other = made([0.5], mask="mean", local__lr=0.01), made([0.5], mask="gma", tau=0.8, local__lr=0.1)
+    fast, slow = (made([0.5], mask="gma", local__lr=lr) for lr in (0.5, 0.1))
+    told = rows(mean, fast, slow, other)
+    assert told[:2] == [("gma, local.lr 0.5, tau 0.4", "gma 0.4"), ("gma, local.lr 0.1, tau 0.4", "gma 0.4")]
+    assert told[2] == ("fedavg", "gma 0.8"), "a mask of its own says enough"
+    sharp = [made([0.5], mask="sand", sharpness=sharpness) for sharpness in (1.0, 9.0)]
+    assert len(set(rows(made([0.5], mask="mean"), *sharp))) == 2
+
+
 def test_arms_with_other_seeds_or_other_rates_are_told() -> None:
     uneven = mask_table(group(arms([0.5, 0.6, 0.7, 0.9], [0.6, 0.8, 0.9])))
     assert show(uneven.rows[0][4]).startswith("+16.67") and "that of the common ones" in " ".join(uneven.notes)

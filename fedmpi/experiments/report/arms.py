@@ -22,10 +22,14 @@ class Pair:
 
     plain: Group
     masked: Group
+    crowded: bool = False
+    """whether another pair is the same in what both are and in the mask"""
 
     @property
     def label(self) -> str:
-        """What both are."""
+        """What both are; where that is said of another pair too, what the masked one is."""
+        if self.crowded:
+            return self.masked.label
         both = {k: v for k, v in self.masked.key.items() if self.plain.key.get(k) == v}
         return describe(both, self.plain.first) if both else str(self.plain.config["algorithm"])
 
@@ -63,7 +67,8 @@ def pairs(groups: Sequence[Group]) -> list[Pair]:
         alike = [other for other, there in plain if there == here]
         nearest = [other for other in alike if rates(other) == rates(group)] or alike
         found += [Pair(nearest[0], group)] if len(nearest) == 1 else []
-    return found
+    names = [(pair.label, pair.mask) for pair in found]
+    return [replace(pair, crowded=names.count(name) > 1) for pair, name in zip(found, names, strict=True)]
 
 
 @dataclass(frozen=True)
