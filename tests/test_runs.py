@@ -161,6 +161,15 @@ def test_damaged_lines_are_left_out_and_a_round_that_came_twice_counts_once(tmp_
     assert run.series("test_accuracy") == {1: 0.1, 2: 0.25, 3: 0.3}
 
 
+def test_a_round_beyond_all_that_can_be_is_damage(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", records([0.1, 0.2, 0.3]))
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('{"round": 4000000000}\n')
+    assert [record["round"] for record in read_run(folder).records] == [1, 2, 3]
+    with pytest.raises(UserError, match="line 4 of metrics.jsonl is no round"):
+        read_run(folder, whole=True)
+
+
 def test_numbers_that_are_not_finite_are_none(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     (folder / "metrics.jsonl").write_text(

@@ -130,7 +130,8 @@ def read_run(folder: Path, whole: bool = False) -> Run:
         lines = (folder / METRICS).read_bytes().splitlines(keepends=True)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise no_run(folder, error) from None
-    found = [read_record(line) for line in lines]
+    most = max(config["rounds"], len(lines))  # a larger number is damage, and to draw up to it may take all memory
+    found = [record if (record := read_record(line)) and record["round"] <= most else None for line in lines]
     records = {record["round"]: record for record in found if record is not None}  # the last of a round counts
     spoilt = [number for number, record in enumerate(found, 1) if record is None]
     torn = bool(lines) and not lines[-1].endswith(b"\n")  # while its last round was written: a run even so
