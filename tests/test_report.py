@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import stat
+import warnings
 import xml.etree.ElementTree as xml
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -31,7 +32,7 @@ from fedmpi.errors import UserError
 from fedmpi.experiments.report import binder
 from fedmpi.experiments.report.arrange import MOST_LINES, Placed, arrange, by_panel
 from fedmpi.experiments.report.command import chosen_cells, contents, gathered
-from fedmpi.experiments.report.figures import style
+from fedmpi.experiments.report.figures import rows, style
 from fedmpi.experiments.report.figures.style import DARK, MOST_LOOKS, NARROW, WIDE, Look, Picture, looks, render
 from fedmpi.experiments.report.page import Absent, Code, Fold, Items, Named, Part, Section, page, recoloured
 from fedmpi.experiments.report.sections import (
@@ -684,6 +685,45 @@ def test_rounds_to_reach_by_hand(two: Path) -> None:
     assert rows == [["mean", "3", "5.0 ± 0.0", "never"], ["gma", "3", "4.0 ± 0.0", "never"]]
     texts = [text.get_text() for text in pictures(section)["reach"].draw(9.0).axes[0].texts]
     assert "99%: never" in texts
+
+
+def texts_inside(picture: Picture, width: float) -> list[str]:
+    """The words inside the axes of a picture, of which none leaves it; a warning of the layout is an error."""
+    with style.settings(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        figure = picture.draw(width)
+        figure.draw_without_rendering()
+        texts = figure.axes[0].texts
+        boxes = [text.get_window_extent() for text in texts]
+        assert all(-2 < box.x0 < box.x1 < figure.bbox.x1 + 2 for box in boxes)
+        assert figure.axes[0].get_window_extent().width > 0.8 * figure.bbox.width
+    return [text.get_text() for text in texts]
+
+
+@pytest.mark.parametrize("width", [WIDE, NARROW])
+def test_many_values_that_were_missed_leave_room_for_the_names(width: float, tmp_path: Path) -> None:
+    def rounds(labels_of: dict[str, str], seed: int) -> list[dict[str, Any]]:
+        return [a_round(n, 0.6 + 0.03 * n + 0.1 * seed) for n in range(1, 6)]  # to 0.75, 0.85 and 0.95
+
+    home = write_sweep(tmp_path / "s", {"mask": MASKS}, 3, rounds)
+    many = reaching.section(material_of(home, reach=[0.7, 0.75, 0.8, 0.85, 0.9, 0.95]))
+    said = texts_inside(pictures(many)["reach"], width)
+    assert said == ["mean", "4 of 6 values not reached by all", "gma", "4 of 6 values not reached by all"]
+    two_values = reaching.section(material_of(home, reach=[0.8, 0.99]))
+    assert "80%: 1 of 3 did not; 99%: never" in texts_inside(pictures(two_values)["reach"], width)
+
+
+@pytest.mark.parametrize("width", [WIDE, NARROW])
+def test_a_long_note_is_cut_before_the_name_is_gone(width: float) -> None:
+    picture = Picture("p", "", "", lambda width: rows.draw([rows.Row("a-name", [], "a long note " * 30)], "x", width))
+    assert "a-name" in texts_inside(picture, width)
+
+
+@given(st.text(min_size=1), st.integers(-200, 200))
+def test_a_short_name_has_a_beginning_and_an_end(name: str, most: int) -> None:
+    found = style.short(name, most)
+    assert len(found) <= max(most, style.FEWEST) and (found[0], found[-1]) == (name[0], name[-1])
+    assert found == name or len(name) > most
 
 
 def runs_with(bests: list[float], rises: bool) -> list[Run]:

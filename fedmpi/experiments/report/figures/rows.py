@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ROW, MARGIN, NAME = 0.46, 0.85, 0.36  # heights of a row and of what is around them; how far above a row its name is
-LETTERS = 12.5  # letters of a name in an inch
+LETTERS, NOTED = 12.5, 0.67  # letters of a name in an inch; the most of a line that its note takes
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,10 @@ def draw_pairs(pairs: Sequence[Pair], across: str, width: float) -> Figure:
 def put_rows(axes: Axes, rows: Sequence[Row], width: float, joined: bool = False) -> dict[str, Any]:
     """Draw rows from above down; returns what the legend shows of each label."""
     handles: dict[str, Any] = {}
+    room = int(width * LETTERS)
     for at, row in enumerate(rows):
-        name = short(row.label, int(width * LETTERS) - (len(row.note) + 3) * bool(row.note))
+        note = short(row.note, int(NOTED * room))
+        name = short(row.label, room - (len(note) + 3) * bool(note))
         axes.text(0.0, at - NAME, name, transform=axes.get_yaxis_transform(), va="center", fontsize=8.5, color=INK)
         known = [(mark, mark.value) for mark in row.marks if mark.value is not None]
         if joined and known:
@@ -133,9 +135,9 @@ def put_rows(axes: Axes, rows: Sequence[Row], width: float, joined: bool = False
                 zorder=3,
             )
             handles.setdefault(mark.label, drawn)
-        if row.note:
+        if note:
             place = axes.get_yaxis_transform()
-            axes.text(1.0, at - NAME, row.note, transform=place, ha="right", va="center", fontsize=8, color=FAINT)
+            axes.text(1.0, at - NAME, note, transform=place, ha="right", va="center", fontsize=8, color=FAINT)
     axes.set_ylim(len(rows) - 0.55, -0.6)
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 WIDE, NARROW = 9.0, 4.1  # a page of a desk, and one of a phone
 PANEL = 2.2  # the least width of a panel
 LETTER, TITLE_LETTER = 0.072, 0.08  # widths of letters in a legend and in a title: most are less
+FEWEST = 5  # letters of a name, however little room there is
 DPI = 160
 INK, FAINT, RULE, PAPER = "#222222", "#666666", "#dcdcdc", "#ffffff"
 COLOURS = "#1f5fa8 #cf6a1f #1a7f5a #8c3f8f #8a6a00 #00818a #b0305c #555555".split()
@@ -216,6 +217,7 @@ def legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str], width:
 
 def short(text: str, most: int) -> str:
     """A name cut in its middle where it is longer than there is room for."""
+    most = max(most, FEWEST)
     return text if len(text) <= most else f"{text[: (most - 1) // 2]}…{text[-(most // 2) :]}"
 
 

@@ -16,6 +16,7 @@ from .material import Material, apart, counted, mark, unit
 
 LEAST, MOST = 1e-4, 1e6  # values that can be named without an exponent
 SHARES = (0.0, 0.5, 0.9)  # of the runs that fall short of an automatic value: none, half, most
+LETTERS = 34  # of what a row says of values that were missed: on a phone there is room for its name beside it
 
 
 def section(material: Material) -> Section:
@@ -61,14 +62,21 @@ def picture(groups: Sequence[Group], chosen: Sequence[float], ending: str) -> li
             if None in took:
                 some = f"{took.count(None)} of {len(took)} did not"
                 missed.append(f"{name}: {'never' if took.count(None) == len(took) else some}")
-        drawn.append(Row(group.label, marks, "; ".join(missed)))
+        drawn.append(Row(group.label, marks, note(missed, len(chosen))))
     if all(one.value is None for row in drawn for one in row.marks):
         return []
     made = Picture(
         f"reach{ending}",
         f"Dot plot of the rounds that {len(groups)} groups took to {', '.join(f'{value:g}' for value in chosen)}; the "
         "table has the numbers.",
-        "Rounds to reach a value: means of the runs that reached it, and a stroke for each of them.",
+        "Rounds to reach a value: means of the runs that reached it, and a stroke for each of them. The table says how "
+        "many these are.",
         lambda width: rows.draw(drawn, "round", width, whole=True),
     )
     return [made]
+
+
+def note(missed: Sequence[str], values: int) -> str:
+    """What is said of the values that a group missed; where they are many, only how many of all."""
+    said = "; ".join(missed)
+    return said if len(said) <= LETTERS else f"{len(missed)} of {values} values not reached by all"
