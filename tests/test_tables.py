@@ -25,6 +25,7 @@ from fedmpi.experiments.report.results import (
     runs_table,
     summary_table,
 )
+from fedmpi.experiments.report.sections import costs
 from fedmpi.experiments.runs import Run, find_runs, group, read_sweep_record
 from fedmpi.experiments.tables import (
     FORMS,
@@ -504,6 +505,21 @@ def test_costs_by_hand() -> None:
     }
     agreement = cells(agreement_table(group(runs)), "fedavg gma")
     assert (agreement["agreement"], agreement["below tau"]) == ("0.250 ± 0.000", "-")
+
+
+def test_costs_and_agreement_leave_out_what_is_not_done() -> None:
+    runs = [made([0.5] * 4, seed=0), made([0.5] * 4, seed=1), made([0.5], seed=2, done=False, rounds=4)]
+    for run, local in zip(runs, (1.0, 3.0, 99.0), strict=True):
+        for record in run.records:
+            record |= {"seconds": {"local": local}, "bytes_sent": 1_000_000, "agreement": local / 100}
+    groups = group(runs)
+    told = cells(cost_table(groups), "fedavg gma")
+    assert (told["seeds"], told["local s"], told["s a round"]) == ("2 (of 3)", "8.0 ± 5.7", "2.000 ± 1.414")
+    assert told["MB sent"] == "4.0 ± 0.0"
+    assert cells(agreement_table(groups), "fedavg gma")["agreement"] == "0.020 ± 0.014"
+    assert costs.seconds(groups[0]) == {"local": 2.0}, "in the picture too"
+    for table in (cost_table(groups), agreement_table(groups)):
+        assert "1 run is not done: left out of the means, unless no run of the group is done." in table.notes
 
 
 def test_the_configuration_has_what_differs_and_what_is_shared() -> None:

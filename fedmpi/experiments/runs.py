@@ -276,6 +276,11 @@ def make_group(key: dict[str, str], runs: list[Run]) -> Group:
     return Group(key, describe(key, runs[0]), chosen, [run for run in runs if all(run is not one for one in chosen)])
 
 
+def counted(group: Group) -> list[Run]:
+    """The runs of a group that count: those that are done, or all where none is."""
+    return [run for run in group.runs if run.done] or group.runs
+
+
 def describe(key: dict[str, str], run: Run) -> str:
     """A key in few words: values that speak for themselves alone, others behind their name."""
     parts = [value if speaks(name, value) else f"{name} {value}" for name, value in key.items()]

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..measures import Measure, in_order, mean_of, measure, total_bytes, total_seconds
 from ..records import DEFAULTS
-from ..runs import Group, differences, word
+from ..runs import Group, counted, differences, word
 from ..stats import summarise
 from ..sweep.grid import label_of
 from ..tables import Cell, Difference, Missing, Number, Table
@@ -20,8 +20,8 @@ from ..tables import Cell, Difference, Missing, Number, Table
 
 def values(group: Group, what: Measure) -> dict[int, float | None]:
     """seed -> what a run came to."""
-    some = any(run.done for run in group.runs)
-    return {run.seed: what.of(run) if run.done or not some else None for run in group.runs}
+    there = {run.seed for run in counted(group)}
+    return {run.seed: what.of(run) if run.seed in there else None for run in group.runs}
 
 
 def form(group: Group, what: Measure, alone: bool = False) -> dict[str, Any]:
@@ -92,6 +92,12 @@ def count(group: Group) -> Cell:
     return Number(len(group.runs), digits=0)
 
 
+def count_used(group: Group) -> Cell:
+    """The seeds in a mean over the runs that count, and of how many where it is not all."""
+    used, there = len(counted(group)), len(group.runs)
+    return Number(used, digits=0, note=f"of {there}" if used < there else "")
+
+
 def progress(group: Group) -> Cell:
     """The rounds that all runs of a group have, and of how many where they are not done."""
     if all(run.done for run in group.runs):
@@ -108,13 +114,18 @@ def remarks(groups: Sequence[Group], measures: Sequence[Measure]) -> list[str]:
     notes += [f"Less {metric} is better." for metric in sorted({run.metric for run in runs if not run.rises})]
     if any(m.kind == "rounds" for m in measures):
         notes.append("Rounds to a value: of the runs that reached it, whose number stands behind where it is not all.")
-    undone = sum(not run.done for run in runs)
-    if undone:
-        notes.append(f"{several(undone)} not done: left out of the means, unless no run of the group is done.")
+    notes += undone(groups)
     doubles = sum(len(group.repeats) for group in groups)
     if doubles:
         notes.append(f"{several(doubles)} left out, as there is another with the same seed.")
     return notes
+
+
+def undone(groups: Sequence[Group]) -> list[str]:
+    """What is said where runs are not done."""
+    number = sum(not run.done for group in groups for run in group.runs)
+    said = f"{several(number)} not done: left out of the means, unless no run of the group is done."
+    return [said] if number else []
 
 
 def several(runs: int) -> str:
@@ -170,17 +181,17 @@ def beside(said: Any, alike: Sequence[Group], what: Measure) -> list[Cell]:
 
 def cost_table(groups: Sequence[Group]) -> Table:
     """Where the time went and what was sent, for a whole run."""
-    spent = [[total_seconds(run) for run in group.runs] for group in groups]
+    spent = [[total_seconds(run) for run in counted(group)] for group in groups]
     phases = in_order(phase for runs in spent for seconds in runs for phase in seconds)
     rows: list[list[Cell]] = []
     for group, runs in zip(groups, spent, strict=True):
         parts = [mean([seconds.get(phase) for seconds in runs], 1) for phase in phases]
         totals = [sum(seconds.values()) for seconds in runs]
-        each = [total / len(run.records) for total, run in zip(totals, group.runs, strict=True) if run.records]
-        sent = [total_bytes(run) / 1e6 for run in group.runs]
-        rows.append([group.label, count(group), *parts, mean(totals, 1), mean(each, 3), mean(sent, 1)])
+        each = [total / len(run.records) for total, run in zip(totals, counted(group), strict=True) if run.records]
+        sent = [total_bytes(run) / 1e6 for run in counted(group)]
+        rows.append([group.label, count_used(group), *parts, mean(totals, 1), mean(each, 3), mean(sent, 1)])
     columns = ["runs", "seeds", *(f"{phase} s" for phase in phases), "all s", "s a round", "MB sent"]
-    notes = ["Seconds of a whole run, mean over the seeds; MB: what all ranks sent in all rounds."]
+    notes = ["Seconds of a whole run, mean over the seeds; MB: what all ranks sent in all rounds.", *undone(groups)]
     return Table("Time and bytes", columns, rows, notes)
 
 
@@ -193,8 +204,11 @@ def mean(found: Sequence[float | None], digits: int) -> Cell:
 def agreement_table(groups: Sequence[Group]) -> Table:
     """How far the clients agreed and what the masks kept, over all rounds."""
     keys = {"agreement": "agreement", "below_tau": "below tau", "kept": "kept"}
-    rows = [[g.label, count(g), *(mean([mean_of(run, key) for run in g.runs], 3) for key in keys)] for g in groups]
+    rows = [
+        [g.label, count_used(g), *(mean([mean_of(run, key) for run in counted(g)], 3) for key in keys)] for g in groups
+    ]
     notes = ["Means over all rounds. Below tau: the share of parameters whose agreement is below the threshold."]
+    notes += undone(groups)
     return Table("Agreement of the clients", ["runs", "seeds", *keys.values()], rows, notes)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ...measures import mean_of
-from ...runs import Group
+from ...runs import Group, counted
 from ...stats import summarise
 from ..arrange import MOST_PANELS, Placed, telling, words
 from ..figures import curves, heat, rows
@@ -18,7 +18,7 @@ from ..figures.style import Look, Picture, looks
 from ..page import Absent, Named, Part, Section
 from ..results import agreement_table
 from .comparing import MASKED
-from .material import Material, counted, mark
+from .material import Material, mark
 
 ASK = "train with --evaluate agreement"
 

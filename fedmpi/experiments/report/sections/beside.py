@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ...runs import Group, Run
+from ...runs import Group, Run, counted
 from ...stats import summarise
 from ...tables import Cell, Missing, Number, Table
 from ..arrange import MOST_PANELS, Placed
@@ -14,7 +14,7 @@ from ..figures.curves import Line
 from ..figures.rows import Row
 from ..figures.style import COLOURS, Look, Picture
 from ..page import Absent, Named, Part, Section
-from .material import Curve, Material, Plot, counted, line, mark, plot, slug, smoothed, unit
+from .material import Curve, Material, Plot, line, mark, plot, slug, smoothed, unit
 
 FIRST = Look(COLOURS[0], "solid", "o", filled=True)
 SECOND = Look(COLOURS[1], (0, (5, 2)), "s", filled=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...measures import total_seconds
-from ...runs import Group
+from ...runs import Group, counted
 from ..figures import rows
 from ..figures.rows import Stack
 from ..figures.style import Picture
@@ -16,7 +16,7 @@ LEAST = 0.001  # of a round, below which a phase could not be seen
 
 def section(material: Material) -> Section:
     """Seconds of a round by phase, and the table with the bytes."""
-    groups = [group for group in material.groups if any(run.records for run in group.runs)]
+    groups = [group for group in material.groups if any(run.records for run in counted(group))]
     if not groups:
         return Section("costs", "Time and bytes", [Absent("No run has finished a round yet.")])
     each = [seconds(group) for group in groups]
@@ -32,9 +32,9 @@ def section(material: Material) -> Section:
 
 
 def seconds(group: Group) -> dict[str, float]:
-    """The mean seconds of a round in each phase, over the rounds of all seeds."""
-    totals = [total_seconds(run) for run in group.runs]
-    rounds = sum(len(run.records) for run in group.runs)
+    """The mean seconds of a round in each phase, over the rounds of all seeds that count."""
+    totals = [total_seconds(run) for run in counted(group)]
+    rounds = sum(len(run.records) for run in counted(group))
     phases = dict.fromkeys(phase for found in totals for phase in found)
     return {phase: sum(found.get(phase, 0.0) for found in totals) / rounds for phase in phases}
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ...measures import round_seconds, total_bytes
-from ...runs import Run
+from ...runs import Run, counted
 from ..arrange import Placed, by_metric
 from ..figures.curves import Line
 from ..figures.style import Picture
 from ..page import Absent, Part, Section
-from .material import Curve, Material, Plot, counted, line, plot, slug, smoothed, summed, unit
+from .material import Curve, Material, Plot, line, plot, slug, smoothed, summed, unit
 
 ALONE = "No run sent any bytes: a run on one rank has nobody to send to, so there is no picture against bytes."
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from ...runs import Group, Run
+from ...runs import Group, Run, counted
 from ...stats import band, summarise
 from ..arrange import MOST_PANELS, Placed, by_metric, by_panel
 from ..figures import curves
@@ -154,11 +154,6 @@ def unit(metric: str) -> tuple[str, float]:
 def slug(text: str) -> str:
     """Some words as part of a file's name."""
     return re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-").lower() or "metric"
-
-
-def counted(group: Group) -> list[Run]:
-    """The runs of a group that count: those that are done, or all where none is."""
-    return [run for run in group.runs if run.done] or group.runs
 
 
 def apart(material: Material) -> list[tuple[str, list[Group]]]:

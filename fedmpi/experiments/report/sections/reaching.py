@@ -6,13 +6,13 @@ import math
 from collections.abc import Sequence
 
 from ...measures import best, measure
-from ...runs import Group, Run
+from ...runs import Group, Run, counted
 from ..figures import rows
 from ..figures.rows import Row
 from ..figures.style import COLOURS, MARKERS, Look, Picture
 from ..page import Absent, Named, Part, Section
 from ..results import reach_table
-from .material import Material, apart, counted, mark, unit
+from .material import Material, apart, mark, unit
 
 LEAST, MOST = 1e-4, 1e6  # values that can be named without an exponent
 SHARES = (0.0, 0.5, 0.9)  # of the runs that fall short of an automatic value: none, half, most
