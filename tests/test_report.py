@@ -643,6 +643,14 @@ def test_the_picture_of_pairs_has_their_numbers(tmp_path: Path) -> None:
     assert marks == pytest.approx([51.0, 71.0])
 
 
+def test_the_picture_of_pairs_shows_the_seeds_that_are_compared(tmp_path: Path) -> None:
+    pairs_of(tmp_path, [0.1, 0.2, 0.3])
+    shutil.rmtree(tmp_path / "pairs" / "gma2")
+    left, _ = pictures(comparing.masks(material_of(tmp_path / "pairs")))["masks"].draw(9.0).axes
+    marks = [found.get_xdata()[0] for found in left.lines if found.get_marker() in ("o", "s")]
+    assert marks == pytest.approx([50.5, 65.5])
+
+
 # Published, reached
 
 

@@ -373,13 +373,35 @@ def test_no_two_pairs_have_the_same_row() -> None:
 
 def test_arms_with_other_seeds_or_other_rates_are_told() -> None:
     uneven = mask_table(group(arms([0.5, 0.6, 0.7, 0.9], [0.6, 0.8, 0.9])))
-    assert show(uneven.rows[0][4]).startswith("+16.67") and "that of the common ones" in " ".join(uneven.notes)
+    assert show(uneven.rows[0][4]).startswith("+16.67") and "over the common ones" in " ".join(uneven.notes)
     others = [made([value], mask="gma", seed=seed) for seed, value in ((7, 0.6), (8, 0.7), (9, 0.9))]
     apart = mask_table(group([*seeds([0.5, 0.6, 0.65], mask="mean"), *others]))
     assert "Welch's test" in " ".join(apart.notes) and show(apart.rows[0][7]) == "-"
     rates = mask_table(group([made([0.5], mask="mean", local__lr=0.1), made([0.6], mask="gma", local__lr=0.2)]))
     assert "the learning rates of the arms differ" in " ".join(rates.notes)
     assert "There is no test for n below 3." in rates.notes
+
+
+def test_the_means_are_those_of_the_seeds_that_are_compared() -> None:
+    runs = arms([0.95, 0.93, 0.6], [0.90, 0.88], rounds=11)
+    table = mask_table(group([*runs, made([0.99], mask="gma", seed=2, done=False)]))
+    assert [show(cell) for cell in table.rows[0][2:6]] == [
+        "94.00 ± 1.41 (2 of 3)",
+        "89.00 ± 1.41 (2 of 3)",
+        "-5.00",
+        "2",
+    ]
+    plain_cell, masked_cell = table.rows[0][2:4]
+    assert isinstance(plain_cell, Number) and isinstance(masked_cell, Number)
+    assert plain_cell.better and plain_cell.value > masked_cell.value, "what is in bold is the larger mean"
+    assert "both means and their difference are over the common ones" in " ".join(table.notes)
+
+
+def test_seeds_that_neither_arm_has_finished_are_not_called_uneven() -> None:
+    runs = arms([0.5, 0.6], [0.6, 0.7], rounds=11)
+    halfway = made([0.9], mask="gma", seed=2, done=False)
+    assert "common ones" not in " ".join(mask_table(group([*runs, halfway])).notes)
+    assert "common ones" in " ".join(mask_table(group([*runs, replace(halfway, finished={"rounds": 1})])).notes)
 
 
 def test_arms_that_are_not_done_are_shown_and_not_tested() -> None:
@@ -540,10 +562,8 @@ def test_runs_of_every_version_come_to_every_table() -> None:
         assert table.rows and all(form(table) for form in FORMS.values())
     (row,) = mask_table(groups).rows
     assert [show(cell) for cell in row[:2]] == ["fedavg", "gma 0.4"]
-    best = {
-        seed: max(run.series("test_accuracy").values()) for run in groups[0].runs if run.done for seed in [run.seed]
-    }
-    assert isinstance(row[3], Number) and row[3].value == pytest.approx(sum(best.values()) / 5)
+    best = max(groups[0].runs[0].series("test_accuracy").values())
+    assert isinstance(row[3], Number) and (row[3].value, row[3].note) == (best, "1 of 6"), "AVG has one seed"
 
 
 def test_every_run_by_itself() -> None:

@@ -82,6 +82,11 @@ class Line:
     """its p beside those of the other lines"""
     gain: float
     """how much better the mask is; less than 0: how much worse"""
+    plain: dict[int, float]
+    """seed -> value of the plain arm, of the seeds that were compared: in a paired test those that both arms have"""
+    masked: dict[int, float]
+    alone: int
+    """seeds with a value in one arm only, which a paired test leaves out"""
 
     @property
     def sure(self) -> bool:
@@ -93,11 +98,19 @@ def compare_pairs(found: Sequence[Pair], what: Measure) -> list[Line]:
     """The pairs by a measure, with p values that allow for their number."""
     tests = [compare(values(pair.plain, what), values(pair.masked, what)) if pair.done else None for pair in found]
     corrected = holm([None if test is None else test.p for test in tests])
-    gains = [
-        0.0 if test is None else test.difference * (1 if what.rises(pair.plain.first) else -1)
-        for pair, test in zip(found, tests, strict=True)
-    ]
-    return [Line(*each) for each in zip(found, tests, corrected, gains, strict=True)]
+    return [make_line(*each, what) for each in zip(found, tests, corrected, strict=True)]
+
+
+def make_line(pair: Pair, test: Comparison | None, corrected: float | None, what: Measure) -> Line:
+    """A pair with its test, and the values that went into it."""
+    plain, masked = (
+        {seed: value for seed, value in values(group, what).items() if value is not None}
+        for group in (pair.plain, pair.masked)
+    )
+    alone = plain.keys() ^ masked.keys() if test is not None and test.paired else set()
+    plain, masked = ({seed: value for seed, value in arm.items() if seed not in alone} for arm in (plain, masked))
+    gain = 0.0 if test is None else test.difference * (1 if what.rises(pair.plain.first) else -1)
+    return Line(pair, test, corrected, gain, plain, masked, len(alone))
 
 
 def mask_table(groups: Sequence[Group], name: str = "best") -> Table:
@@ -114,8 +127,8 @@ def mask_table(groups: Sequence[Group], name: str = "best") -> Table:
 def row(line: Line, what: Measure) -> list[Cell]:
     """One pair; the better mean in bold."""
     pair, test = line.pair, line.test
-    plain = cell(pair.plain, what, better=line.gain < 0)
-    masked = cell(pair.masked, what, better=line.gain > 0)
+    plain = cell(pair.plain, what, better=line.gain < 0, some=line.plain)
+    masked = cell(pair.masked, what, better=line.gain > 0, some=line.masked)
     if test is None:
         return [pair.label, pair.mask, plain, masked, *[Missing()] * 5]
     ps = [Missing() if p is None else Probability(p) for p in (test.p, test.flips, line.corrected)]
@@ -144,12 +157,11 @@ def test_remarks(lines: Sequence[Line]) -> list[str]:
         notes.append(f"There is no test for n below {LEAST}.")
     if any(not test.paired for test in tests):
         notes.append("Where seeds are not common, p is that of Welch's test, and n the runs of the smaller arm.")
-    if any(line.test and line.test.paired and uneven(line.pair) for line in lines):
-        notes.append("Where an arm has more seeds than the other, the difference is that of the common ones.")
+    if any(line.alone for line in lines):
+        notes.append(
+            "Where an arm has a value for a seed and the other has none, the seed is left out: both means and their "
+            "difference are over the common ones."
+        )
     if any(not line.pair.same_rates for line in lines):
         notes.append("In some rows the learning rates of the arms differ, as each has its own.")
     return notes
-
-
-def uneven(pair: Pair) -> bool:
-    return pair.plain.seeds != pair.masked.seeds

@@ -32,13 +32,13 @@ def form(group: Group, what: Measure, alone: bool = False) -> dict[str, Any]:
     return {"digits": 2 if share else 4, "percent": share}
 
 
-def cell(group: Group, what: Measure, better: bool = False) -> Cell:
-    """The mean of a measure over the seeds; how many of them have one, where it is not all."""
-    found = summarise(values(group, what).values())
+def cell(group: Group, what: Measure, better: bool = False, some: Mapping[int, float] | None = None) -> Cell:
+    """The mean of a measure over the seeds, or over `some`, seed -> value; how many these are, where it is not all."""
+    found = summarise((values(group, what) if some is None else some).values())
     if found is None:
         done = all(run.done for run in group.runs)
         return Missing(("never" if done else "not yet") if what.kind == "rounds" else "-")
-    note = f"{found.count} of {len(group.runs)}" if found.missing else ""
+    note = f"{found.count} of {len(group.runs)}" if found.count < len(group.runs) else ""
     return Number(found.mean, found.sd, better=better, note=note, **form(group, what, found.count == 1))
 
 

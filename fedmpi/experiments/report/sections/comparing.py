@@ -13,7 +13,7 @@ from ..figures import rows
 from ..figures.rows import Row
 from ..figures.style import COLOURS, Look, Picture
 from ..page import Absent, Fold, Items, Named, Part, Section
-from ..results import runs_table, summary_table, values
+from ..results import runs_table, summary_table
 from .material import Material, apart, has_scores, mark, unit
 
 PLAIN = Look(COLOURS[0], "solid", "o", filled=False)
@@ -70,14 +70,14 @@ def sentence(line: Line, test: Comparison, said: str, rows: int) -> str:
 
 def picture(lines: Sequence[Line], said: str, ending: str) -> Picture:
     """Both arms of each pair with their seeds, and the differences."""
-    what, (label, factor) = measure("best"), unit(lines[0].pair.plain.metric)
+    label, factor = unit(lines[0].pair.plain.metric)
     drawn = []
     for line in lines:
         pair, test = line.pair, line.test
         assert test is not None, "only pairs that were compared are drawn"
         marks = [
-            mark("plain averaging", PLAIN, list(values(pair.plain, what).values()), factor),
-            mark("with the mask", MASKED, list(values(pair.masked, what).values()), factor),
+            mark("plain averaging", PLAIN, list(line.plain.values()), factor),
+            mark("with the mask", MASKED, list(line.masked.values()), factor),
         ]
         low, high = (None if end is None else factor * end for end in (test.low, test.high))
         drawn.append(rows.Pair(Row(f"{pair.label}, {pair.mask}", marks), factor * test.difference, low, high))
@@ -85,7 +85,7 @@ def picture(lines: Sequence[Line], said: str, ending: str) -> Picture:
     return Picture(
         f"masks{ending}",
         f"Dot plot of the {said} with plain averaging and with a mask, and their differences. {differences}.",
-        f"{said[:1].upper()}{said[1:]}: means, and a stroke for each seed. The difference is masked less plain, with "
-        "its 95% interval by the t test where there are at least three seeds.",
+        f"{said[:1].upper()}{said[1:]}: means, and a stroke for each seed that was compared. The difference is masked "
+        "less plain, with its 95% interval by the t test where there are at least three seeds.",
         lambda width: rows.draw_pairs(drawn, f"test {label}", width),
     )
