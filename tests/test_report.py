@@ -734,6 +734,14 @@ def test_a_short_name_has_a_beginning_and_an_end(name: str, most: int) -> None:
     assert found == name or len(name) > most
 
 
+def test_a_group_that_is_not_done_has_not_missed_a_value(tmp_path: Path) -> None:
+    for seed, scores in enumerate(([0.5], [0.8])):
+        write_run(tmp_path / "runs" / f"s{seed}", [a_round(1, scores[0])], done=False, seed=seed, rounds=9)
+    for value, said in ((0.7, "70%: 1 of 2 did not yet"), (0.9, "90%: not yet")):
+        section = reaching.section(material_of(tmp_path / "runs", reach=[value, 0.1]))
+        assert said in [text.get_text() for text in pictures(section)["reach"].draw(9.0).axes[0].texts]
+
+
 def runs_with(bests: list[float], rises: bool) -> list[Run]:
     return [
         Run(Path(str(i)), {"seed": i, "rounds": 1}, [a_round(1, best, "score")], "score", rises, {}, {})

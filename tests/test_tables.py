@@ -291,6 +291,15 @@ def test_the_table_of_rounds_by_hand() -> None:
     }
 
 
+def test_a_run_under_way_has_not_missed_a_value() -> None:
+    late = made([0.1], seed=2, done=False, rounds=3)
+    table = reach_table(group([made([0.1, 0.5, 0.7], seed=0), made([0.6] * 3, seed=1), late]), [0.5, 0.7])
+    told = cells(table, "fedavg gma")
+    assert (told["rounds to 50%"], told["rounds to 70%"]) == ("1.5 ± 0.7 (1 not done)", "3 (1 of 2, 1 not done)")
+    alone = reach_table(group([replace(late, config=late.config | {"seed": seed}) for seed in (0, 1)]), [0.1, 0.7])
+    assert [show(cell) for cell in alone.rows[0][2:]] == ["1.0 ± 0.0 (2 not done)", "not yet"]
+
+
 # AVG beside GMA
 
 

@@ -38,8 +38,18 @@ def cell(group: Group, what: Measure, better: bool = False, some: Mapping[int, f
     if found is None:
         done = all(run.done for run in group.runs)
         return Missing(("never" if done else "not yet") if what.kind == "rounds" else "-")
-    note = f"{found.count} of {len(group.runs)}" if found.count < len(group.runs) else ""
-    return Number(found.mean, found.sd, better=better, note=note, **form(group, what, found.count == 1))
+    shape = form(group, what, found.count == 1)
+    return Number(found.mean, found.sd, better=better, note=part_of(group, what, found.count), **shape)
+
+
+def part_of(group: Group, what: Measure, count: int) -> str:
+    """Of how many runs a mean of `count` is, where it is not all. Who is not done may reach a value yet, and is told
+    apart from who has missed it."""
+    if what.kind != "rounds":
+        return f"{count} of {len(group.runs)}" if count < len(group.runs) else ""
+    there, open_yet = len(counted(group)), sum(not run.done for run in group.runs)
+    parts = [f"{count} of {there}"] * (count < there) + [f"{open_yet} not done"] * (open_yet > 0)
+    return ", ".join(parts)
 
 
 def title(what: Measure, groups: Sequence[Group]) -> str:

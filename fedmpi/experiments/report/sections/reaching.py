@@ -60,8 +60,10 @@ def picture(groups: Sequence[Group], chosen: Sequence[float], ending: str) -> li
             took = [rounds_of(run) for run in counted(group)]
             marks.append(mark(f"to {name}", look, took, 1.0))
             if None in took:
-                some = f"{took.count(None)} of {len(took)} did not"
-                missed.append(f"{name}: {'never' if took.count(None) == len(took) else some}")
+                yet = " yet" * (not all(run.done for run in counted(group)))
+                some = f"{took.count(None)} of {len(took)} did not{yet}"
+                none = "not yet" if yet else "never"
+                missed.append(f"{name}: {none if took.count(None) == len(took) else some}")
         drawn.append(Row(group.label, marks, note(missed, len(chosen))))
     if all(one.value is None for row in drawn for one in row.marks):
         return []
