@@ -808,6 +808,13 @@ def test_participating_clients_beside_the_others(two: Path) -> None:
     assert len(pictures(section)["clients"].draw(9.0).axes) == 2
 
 
+def test_what_stands_beside_is_of_the_last_rounds(tmp_path: Path) -> None:
+    rounds = [measured(n, n / 100) if n % 5 == 0 else a_round(n, None) for n in range(1, 51)]
+    table = tables(beside.gap(material_of(write_run(tmp_path / "run", rounds))))["gap-accuracy"].table
+    assert [show(cell) for cell in table.rows[0]] == ["fedavg gma", "57.50", "47.50", "10.00"], "rounds 45 and 50"
+    assert "Means of what was scored in the last 10 rounds" in table.notes[0]
+
+
 def test_everybody_takes_part(tmp_path: Path) -> None:
     rounds = [a_round(n, 0.5, clients_accuracy={"participating": 0.6, "others": None}) for n in (1, 2)]
     section = beside.clients(material_of(write_run(tmp_path / "run", rounds)))

@@ -468,11 +468,19 @@ def test_every_knob_is_known_by_its_dotted_name() -> None:
 def test_measures_of_a_metric_that_rises() -> None:
     run = made([0.1, None, 0.5, 0.9, None, 0.7])
     assert (best(run), final(run)) == (0.9, 0.7)
-    assert mean_last(run, 2) == pytest.approx(0.8) and mean_last(run, 3) == pytest.approx(0.7)
+    assert mean_last(run, 2) == pytest.approx(0.7) and mean_last(run, 3) == pytest.approx(0.8)
     assert mean_last(run, 10) == pytest.approx((0.1 + 0.5 + 0.9 + 0.7) / 4), "as many as there are"
     assert [rounds_to(run, value) for value in (0.0, 0.1, 0.2, 0.9, 0.91)] == [1, 1, 3, 4, None]
     assert final_loss(run) == pytest.approx(0.3)
     assert train_loss(run, 2) == pytest.approx((1 / 5 + 1 / 6) / 2) and train_loss(run, 1) == pytest.approx(1 / 6)
+
+
+def test_the_last_rounds_are_rounds_whether_they_were_scored_or_not() -> None:
+    run = made([n / 100 if n % 5 == 0 else None for n in range(1, 51)])
+    assert mean_last(run, 10) == pytest.approx((0.45 + 0.50) / 2) and mean_last(run, 11) == pytest.approx(0.45)
+    under_way = made([0.2, 0.6, None, None, None])
+    assert mean_last(under_way, 2) == 0.6, "the last that was scored, where none of the last rounds was"
+    assert mean_last(made([None, None]), 10) is None
 
 
 def test_measures_of_a_metric_that_falls() -> None:

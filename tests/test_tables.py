@@ -243,9 +243,9 @@ def test_the_summary_has_means_and_deviations_by_hand() -> None:
     gma = cells(table, "gma")
     assert gma["seeds"] == "2" and gma["rounds"] == "3"
     assert gma["best accuracy"] == "80.00 ± 14.14", "0.7 and 0.9"
-    assert gma["accuracy, last 10"] == "53.33 ± 14.14", "1.3 / 3 and 1.9 / 3"
+    assert gma["accuracy, last 10 rounds"] == "53.33 ± 14.14", "1.3 / 3 and 1.9 / 3"
     assert gma["final test loss"] == "0.2500 ± 0.0707"
-    assert gma["training loss, last 20"] == "0.6111 ± 0.0000"
+    assert gma["training loss, last 20 rounds"] == "0.6111 ± 0.0000"
     assert gma["rounds to 60%"] == "2.5 ± 0.7" and gma["rounds to 85%"] == "2 (1 of 2)"
     mean = cells(table, "mean")
     assert mean["best accuracy"] == "30.00" and mean["rounds to 60%"] == "never"

@@ -1,7 +1,7 @@
 """What a run came to, in one number: the measures of the papers, each a function of a run, None where there is none.
 
     best            the best test metric: the largest, or the smallest where it falls
-    last10, last20  the mean test metric of the last 10 or 20 scored rounds, or of as many as there are
+    last10, last20  the mean test metric of the scored rounds among the last 10 or 20, of one such at least
     final           the test metric of the last scored round
     test_loss       the test loss of the last scored round
     rounds:0.8      the first scored round at which the test metric has reached a value
@@ -15,7 +15,7 @@ A round is scored when the test set was looked at in it (--eval.every).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
@@ -66,9 +66,17 @@ def best(run: Run) -> float | None:
 
 
 def mean_last(run: Run, count: int) -> float | None:
-    """The mean test metric of the last scored rounds."""
-    values = list(run.series(run.score).values())[-count:]
-    return fmean(values) if values else None
+    """The mean test metric of the scored rounds among the last `count`."""
+    return mean_of_last(run, run.series(run.score), count)
+
+
+def mean_of_last(run: Run, curve: Mapping[int, float], count: int) -> float | None:
+    """The mean of a curve, round -> value, over what it has of the run's last rounds; where that is nothing, its last
+    value."""
+    if not curve:
+        return None
+    last = [value for number, value in curve.items() if number > run.records[-1]["round"] - count]
+    return fmean(last or [curve[max(curve)]])
 
 
 def final(run: Run) -> float | None:

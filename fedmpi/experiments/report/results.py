@@ -61,10 +61,10 @@ def title(what: Measure, groups: Sequence[Group]) -> str:
     texts = {
         "best": f"best {metric}",
         "final": f"final {metric}",
-        "last": f"{metric}, last {number}",
+        "last": f"{metric}, last {number} rounds",
         "rounds": f"rounds to {target}",
         "test_loss": "final test loss",
-        "train_loss": f"training loss, last {number}",
+        "train_loss": f"training loss, last {number} rounds",
         "participating": "accuracy on clients that took part",
         "others": "accuracy on other clients",
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from ...measures import mean_of_last
 from ...runs import Group, Run, counted
 from ...stats import summarise
 from ...tables import Cell, Missing, Number, Table
@@ -18,7 +19,7 @@ from .material import Curve, Material, Plot, line, mark, plot, slug, smoothed, u
 
 FIRST = Look(COLOURS[0], "solid", "o", filled=True)
 SECOND = Look(COLOURS[1], (0, (5, 2)), "s", filled=False)
-LAST = 10  # scored rounds whose mean stands in a table
+LAST = 10  # rounds, of which what was scored is in a table as its mean
 
 Reading = Callable[[Run], Curve]
 
@@ -85,7 +86,7 @@ def dots(what: Plot, groups: Sequence[Group], sides: Sequence[tuple[str, Reading
         Row(
             group.label,
             [
-                mark(name, look, [mean_last(read(run)) for run in counted(group)], what.factor)
+                mark(name, look, [mean_of_last(run, read(run), LAST) for run in counted(group)], what.factor)
                 for (name, read), look in zip(sides, (FIRST, SECOND), strict=True)
             ],
         )
@@ -94,7 +95,8 @@ def dots(what: Plot, groups: Sequence[Group], sides: Sequence[tuple[str, Reading
     return Picture(
         what.name,
         f"Dot plot of {what.about}, in {len(groups)} rows; the table has the numbers.",
-        f"{what.about[:1].upper()}{what.about[1:]}: means of the last {LAST} scored rounds, a stroke for each seed.",
+        f"{what.about[:1].upper()}{what.about[1:]}: means of what was scored in the last {LAST} rounds, a stroke for "
+        "each seed.",
         lambda width: rows.draw(drawn, what.down, width),
     )
 
@@ -103,18 +105,12 @@ def table_of(groups: Sequence[Group], sides: Sequence[tuple[str, Reading]], titl
     """The means of both curves over their last rounds, and their difference."""
     lines: list[list[Cell]] = []
     for group in groups:
-        first, second = ([mean_last(read(run)) for run in counted(group)] for _, read in sides)
+        first, second = ([mean_of_last(run, read(run), LAST) for run in counted(group)] for _, read in sides)
         gaps = [a - b for a, b in zip(first, second, strict=True) if a is not None and b is not None]
         lines.append([group.label, *(number(found, percent) for found in (first, second, gaps))])
-    notes = [f"Means of the last {LAST} scored rounds; mean and sample standard deviation over seeds."]
+    notes = [f"Means of what was scored in the last {LAST} rounds; mean and sample standard deviation over seeds."]
     notes += ["In percent."] if percent else []
     return Table(title, ["runs", *(name for name, _ in sides), "difference"], lines, notes)
-
-
-def mean_last(curve: Curve) -> float | None:
-    """The mean of the last values."""
-    values = list(curve.values())[-LAST:]
-    return sum(values) / len(values) if values else None
 
 
 def number(found: Sequence[float | None], percent: bool) -> Cell:
