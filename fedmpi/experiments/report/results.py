@@ -165,7 +165,7 @@ def published_table(groups: Sequence[Group], published: Mapping[str, Any], known
         for label in labels:
             wanted = {**{key: label_of(row[key]) for key in axes if key in row}, axis: label}
             alike = [g for g in groups if wanted.items() <= g.first.labels.items()]
-            line += beside(row.get(label), alike, what)
+            line += beside(row.get(label), alike, what, form((alike or groups)[0], what) if groups else {})
         body.append(line)
     heads = [f"{label} {kind}" for label in labels for kind in ("published", "measured", "difference")]
     notes = [f"Published: {published['source']}."] if published.get("source") else []
@@ -174,15 +174,11 @@ def published_table(groups: Sequence[Group], published: Mapping[str, Any], known
     return Table(f"Published and measured: {title(what, groups)}", [*axes, *heads], body, notes, align)
 
 
-def beside(said: Any, alike: Sequence[Group], what: Measure) -> list[Cell]:
-    """A published number, the measured one and their difference. Accuracies are published in percent."""
-    number = isinstance(said, int | float) and not isinstance(said, bool)
-    if len(alike) != 1:
-        told: Cell = word(said) if said is not None else Missing()
-        return [told, Missing("several" if alike else "-"), Missing()]
-    group, measured = alike[0], cell(alike[0], what)
-    shape = form(group, what)
-    if not number:
+def beside(said: Any, alike: Sequence[Group], what: Measure, shape: Mapping[str, Any]) -> list[Cell]:
+    """A published number, the measured one, where there is one group for it, and their difference; `shape` is the form
+    of numbers. Accuracies are published in percent."""
+    measured = cell(alike[0], what) if len(alike) == 1 else Missing("several" if alike else "-")
+    if not isinstance(said, int | float) or isinstance(said, bool):
         return [Missing() if said is None else word(said), measured, Missing()]
     value = round(said / 100, 12) if shape.get("percent") else float(said)
     gap = Difference(measured.value - value, **shape) if isinstance(measured, Number) else Missing()
