@@ -808,6 +808,20 @@ def test_participating_clients_beside_the_others(two: Path) -> None:
     assert len(pictures(section)["clients"].draw(9.0).axes) == 2
 
 
+def test_participating_clients_by_a_metric_of_ones_own(tmp_path: Path) -> None:
+    sides = {"participating": 0.25, "others": 0.5}
+    folder = write_run(tmp_path / "runs" / "own", [a_round(1, 0.4, "mae", clients_mae=sides)], rises=False)
+    section = beside.clients(material_of(folder))
+    table = tables(section)["clients"].table
+    assert [show(cell) for cell in table.rows[0]] == ["fedavg gma", "0.2500", "0.5000", "-0.2500"]
+    assert "In percent." not in table.notes and "Line chart of mae against" in pictures(section)["clients"].alt
+    write_run(tmp_path / "runs" / "usual", [measured(1, 0.5)], mask="mean")
+    assert list(tables(beside.clients(material_of(tmp_path / "runs")))) == ["clients-mae", "clients-accuracy"]
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(a_round(2, 0.4, "mae", clients_mae={"participating": "x"})) + "\n")
+    assert len(find_runs([folder])[0].records) == 1, "no number where one is looked for: no round"
+
+
 def test_what_stands_beside_is_of_the_last_rounds(tmp_path: Path) -> None:
     rounds = [measured(n, n / 100) if n % 5 == 0 else a_round(n, None) for n in range(1, 51)]
     table = tables(beside.gap(material_of(write_run(tmp_path / "run", rounds))))["gap-accuracy"].table

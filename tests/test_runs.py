@@ -525,6 +525,9 @@ def test_measures_have_names() -> None:
     run.records[0] |= {"clients_accuracy": {"participating": 0.3, "others": 0.2}}
     run.records[1] |= {"clients_accuracy": {"participating": 0.7, "others": None}}
     assert measure("participating").of(run) == 0.7 and measure("others").of(run) == 0.2, "where there were others last"
+    own = made([0.4], metric="error", rises=False)
+    own.records[0] |= {"clients_error": {"participating": 0.3, "others": 0.5}}
+    assert measure("participating").of(own) == 0.3 and measure("others").of(own) == 0.5
     kinds = {name: measure(name).kind for name in ("last20", "rounds:0.8", "train_loss20")}
     assert kinds == {"last20": "metric", "rounds:0.8": "rounds", "train_loss20": "loss"}
 

@@ -6,7 +6,7 @@
     test_loss       the test loss of the last scored round
     rounds:0.8      the first scored round at which the test metric has reached a value
     train_loss20    the mean training loss of the last 20 rounds, None where one of them is not finite
-    participating   the accuracy on the clients of the last round that was scored by --evaluate clients
+    participating   the metric on the clients of the last round that was scored by --evaluate clients
     others          that on the clients that did not take part in it
 
 A round is scored when the test set was looked at in it (--eval.every).
@@ -91,8 +91,8 @@ def final_loss(run: Run) -> float | None:
 
 
 def final_side(run: Run, side: str) -> float | None:
-    """The accuracy on the clients that took part in the last round that was scored so, or on the others."""
-    return next(reversed(run.series("clients_accuracy", side).values()), None)
+    """The metric on the clients that took part in the last round that was scored so, or on the others."""
+    return next(reversed(run.series(run.sides, side).values()), None)
 
 
 def rounds_to(run: Run, value: float) -> int | None:

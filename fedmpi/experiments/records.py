@@ -36,7 +36,8 @@ NEEDED: dict[str, type | tuple[type, ...]] = {
 """knobs that every version wrote"""
 
 NUMBERS = ("clients", "train_loss", "kept", "agreement", "bytes_sent", "dropped", "below_tau")
-PARTS = ("seconds", "clients_accuracy", "layers")  # records in a record
+PARTS = ("seconds", "layers")  # records in a record
+SIDES = "clients_"  # and before the metric's name, those of --evaluate clients
 
 
 def tree_of(text: str) -> Any:
@@ -85,10 +86,11 @@ def is_round(record: Any) -> bool:
     """Whether it has a round's number, and numbers where they are looked for."""
     if not isinstance(record, dict) or type(record.get("round")) is not int or record["round"] < 1:
         return False
-    known = [key for key in record if key in NUMBERS + PARTS or key.startswith(("test_", "train_"))]
+    parts = [key for key in record if key in PARTS or key.startswith(SIDES)]
+    known = [key for key in record if key in NUMBERS or key.startswith(("test_", "train_"))]
     return all(
-        record[key] is None or (isinstance(record[key], dict) == (key in PARTS) and numeric(record[key]))
-        for key in known
+        record[key] is None or (isinstance(record[key], dict) == (key in parts) and numeric(record[key]))
+        for key in [*parts, *known]
     )
 
 

@@ -19,7 +19,7 @@ import yaml
 from ..config import FREE
 from ..errors import UserError
 from ..folder import CONFIG, FINISHED, METRICS, read_json
-from .records import DEFAULTS, flat, read_goal, read_record, tree_of
+from .records import DEFAULTS, SIDES, flat, read_goal, read_record, tree_of
 
 SWEEP, PARTITION = "sweep.json", "partition.json"
 
@@ -68,6 +68,11 @@ class Run:
     def score(self) -> str:
         """The key of the metric in a record."""
         return f"test_{self.metric}"
+
+    @property
+    def sides(self) -> str:
+        """The key in a record of the metric on clients that took part and on the others."""
+        return f"{SIDES}{self.metric}"
 
     @property
     def sweep(self) -> Path | None:

@@ -65,8 +65,8 @@ def title(what: Measure, groups: Sequence[Group]) -> str:
         "rounds": f"rounds to {target}",
         "test_loss": "final test loss",
         "train_loss": f"training loss, last {number} rounds",
-        "participating": "accuracy on clients that took part",
-        "others": "accuracy on other clients",
+        "participating": f"{metric} on clients that took part",
+        "others": f"{metric} on other clients",
     }
     return texts[head]
 

@@ -9,7 +9,7 @@ from ...measures import mean_of_last
 from ...runs import Group, Run, counted
 from ...stats import summarise
 from ...tables import Cell, Missing, Number, Table
-from ..arrange import MOST_PANELS, Placed
+from ..arrange import MOST_PANELS, Placed, by_metric
 from ..figures import rows
 from ..figures.curves import Line
 from ..figures.rows import Row
@@ -25,45 +25,43 @@ Reading = Callable[[Run], Curve]
 
 
 def clients(material: Material) -> Section:
-    """The model's accuracy on clients that took part in a round and on the others."""
+    """The metric on clients that took part in a round and on the others."""
     sides: tuple[tuple[str, Reading], ...] = (
-        ("took part", lambda run: run.series("clients_accuracy", "participating")),
-        ("others", lambda run: run.series("clients_accuracy", "others")),
+        ("took part", lambda run: run.series(run.sides, "participating")),
+        ("others", lambda run: run.series(run.sides, "others")),
     )
-    shown = [one for one in material.placed if any(sides[0][1](run) for run in counted(one.group))]
-    what = Plot("clients", "accuracy on clients of the round and on the others", "round", "accuracy, %", 100.0)
-    title = "Clients that took part and those that did not"
+    measured = by_metric([one for one in material.placed if any(sides[0][1](run) for run in counted(one.group))])
+    parts: list[Part] = []
+    for metric, shown in measured.items():
+        name, factor = unit(metric)
+        about = f"{metric} on clients of the round and on the others"
+        what = Plot(f"clients-{slug(metric)}" if len(measured) > 1 else "clients", about, "round", name, factor)
+        parts += both(what, shown, sides, material.smooth, "Clients that took part")
     absent = "No run measured clients that took part apart from the others; train with --evaluate clients."
-    return Section("clients", title, both(what, shown, sides, material.smooth, "Clients that took part", absent))
+    return Section("clients", "Clients that took part and those that did not", parts or [Absent(absent)])
 
 
 def gap(material: Material) -> Section:
     """The metric on training data and on test data, which out of distribution may be far apart."""
+    sides: tuple[tuple[str, Reading], ...] = (
+        ("training data", lambda run: run.series(f"train_{run.metric}")),
+        ("test data", lambda run: run.series(run.score)),
+    )
+    measured = by_metric([one for one in material.placed if any(sides[0][1](run) for run in counted(one.group))])
     parts: list[Part] = []
-    for metric in dict.fromkeys(one.group.metric for one in material.placed):
-        sides: tuple[tuple[str, Reading], ...] = (
-            ("training data", lambda run: run.series(f"train_{run.metric}")),
-            ("test data", lambda run: run.series(run.score)),
-        )
-        shown = [
-            one
-            for one in material.placed
-            if one.group.metric == metric and any(sides[0][1](run) for run in counted(one.group))
-        ]
+    for metric, shown in measured.items():
         name, factor = unit(metric)
         about = f"{metric} on a sample of the training data and on the test data"
         what = Plot(f"gap-{slug(metric)}", about, "round", name, factor)
-        parts += both(what, shown, sides, material.smooth, "Training and test data", "") if shown else []
+        parts += both(what, shown, sides, material.smooth, "Training and test data")
     absent = "No run measured the model on training data; train with --evaluate gap."
     return Section("gap", "Training and test data: the gap", parts or [Absent(absent)])
 
 
 def both(
-    what: Plot, shown: Sequence[Placed], sides: Sequence[tuple[str, Reading]], smooth: int, title: str, absent: str
+    what: Plot, shown: Sequence[Placed], sides: Sequence[tuple[str, Reading]], smooth: int, title: str
 ) -> list[Part]:
-    """A panel for each group with both curves, and a table of their last rounds; a sentence where there is none."""
-    if not shown:
-        return [Absent(absent)]
+    """A panel for each group with both curves, and a table of their last rounds."""
     looking = (FIRST, SECOND)
     alone = [replace(one, panel=one.group.label) for one in shown]
 
