@@ -31,7 +31,7 @@ from fedmpi.config import Skew
 from fedmpi.errors import UserError
 from fedmpi.experiments.report import binder
 from fedmpi.experiments.report.arrange import MOST_LINES, Placed, arrange, by_panel
-from fedmpi.experiments.report.command import chosen_cells, contents, gathered
+from fedmpi.experiments.report.command import Asked, chosen_cells, contents, gathered, targets
 from fedmpi.experiments.report.figures import rows, style
 from fedmpi.experiments.report.figures.style import DARK, MOST_LOOKS, NARROW, WIDE, Look, Picture, looks, render
 from fedmpi.experiments.report.page import Absent, Code, Fold, Items, Named, Part, Section, page, recoloured
@@ -303,6 +303,7 @@ def test_a_report_that_was_cut_short_is_written_anew(tmp_path: Path, monkeypatch
         (["RUNS", "--formats", "gif"], "unknown format (--formats) 'gif'; known: none, pdf, png, svg"),
         (["RUNS", "--formats", "pn"], "did you mean 'png'?"),
         (["RUNS", "--reach", "0"], "--reach is 0; it must be in [0.0001, 1000000)"),
+        (["RUNS", "--reach", "80"], "--reach is 80; an accuracy is at most 1: write 0.8 for 80%"),
         (["RUNS", "--reach", "nan"], "--reach is 'nan'; it must be a number"),
         (["RUNS", "--smooth", "0"], "--smooth is 0; it must be in [1, 100000]"),
         (["RUNS", "--smoth", "2"], "unknown option '--smoth'; did you mean '--smooth'?"),
@@ -323,6 +324,26 @@ def test_mistakes_are_told_in_a_sentence(
     said = capsys.readouterr().err
     assert sentence in said and said.count("\n") == 1 and "Traceback" not in said
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_percents_in_the_record_of_a_sweep_are_refused_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = write_sweep(tmp_path / "two", {"mask": MASKS}, 1, rising, reach=[0.5, 70])
+    assert main(["report", str(home), "--out", str(tmp_path / "report"), "--formats", "none"]) == 2
+    assert capsys.readouterr().err == (
+        "fedmpi: reach in sweep.json is 70; an accuracy is at most 1: write 0.7 for 70%\n"
+    )
+
+
+def test_values_above_one_are_for_metrics_that_go_there(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs" / "own", [a_round(1, 90.0, "mae"), a_round(2, 70.0, "mae")], rises=False)
+    write_run(tmp_path / "runs" / "usual", [a_round(1, 0.5), a_round(2, 0.6)], mask="mean")
+    runs = find_runs([tmp_path / "runs"])
+    assert targets(Asked(reach=[80.0]), {}, runs) == [80.0]
+    section = reaching.section(material_of(tmp_path / "runs", reach=[80.0, 0.6]))
+    columns = {name: list(part.table.columns[2:]) for name, part in tables(section).items()}
+    assert columns == {"reach-mae": ["rounds to 80", "rounds to 0.6"], "reach-accuracy": ["rounds to 60%"]}
 
 
 def test_an_out_that_is_a_file_or_cannot_be_made_is_refused(

@@ -22,7 +22,7 @@ from ...config import check_bounds, knob
 from ...errors import UserError, unknown
 from ...folder import STARTS, lines_of, read_json
 from ...options import filled, make_parser
-from ..runs import Group, Run, find_runs, group, read_sweep_record
+from ..runs import SWEEP, Group, Run, find_runs, group, read_sweep_record
 from ..sweep.pick import CHOSEN
 from ..tables import FORMS
 from .arrange import arrange
@@ -108,8 +108,7 @@ def make(runs: Sequence[Run], asked: Asked, command: str) -> Files:
     groups = [one for one in group(list(runs)) if not cells or is_chosen(one, cells)]
     shown = [run for one in groups for run in (*one.runs, *one.repeats)]
     groups = group(shown)  # anew: what tells the chosen apart
-    targets = asked.reach or [float(value) for value in sweep.get("reach") or () if isinstance(value, int | float)]
-    material = Material(shown, arrange(groups), sweep, targets, asked.smooth)
+    material = Material(shown, arrange(groups), sweep, targets(asked, sweep, shown), asked.smooth)
     sections = gathered([*([setup.choice(cells)] if cells else []), *contents(material)])
     files: Files = {}
     drawn: dict[str, Drawn] = {}
@@ -126,6 +125,21 @@ def make(runs: Sequence[Run], asked: Asked, command: str) -> Files:
         asked.title or heading(shown, sweep), lead(sweep), facts(shown, groups), sections, drawn
     ).encode()
     return files
+
+
+def targets(asked: Asked, sweep: Mapping[str, Any], runs: Sequence[Run]) -> list[float]:
+    """The values to count the rounds to: what is asked for, or else what the sweep says; empty where neither does. A
+    `UserError` for percents."""
+    said = sweep.get("reach") if isinstance(sweep.get("reach"), list) else []
+    named, values = ("--reach", asked.reach) if asked.reach else (f"reach in {SWEEP}", numbers(said))
+    for value in values:
+        if value > 1 and all(run.metric == "accuracy" for run in runs):
+            raise UserError(f"{named} is {value:g}; an accuracy is at most 1: write {value / 100:g} for {value:g}%")
+    return values
+
+
+def numbers(said: Any) -> list[float]:
+    return [float(value) for value in said if isinstance(value, int | float) and not isinstance(value, bool)]
 
 
 def contents(material: Material) -> list[Section]:

@@ -24,7 +24,8 @@ def section(material: Material) -> Section:
     parts: list[Part] = []
     for ending, groups in apart(material):
         chosen = list(material.reach) or automatic([run for group in groups for run in counted(group)])
-        chosen = [value for value in chosen if LEAST <= value < MOST]
+        most = 1.0 if groups[0].metric == "accuracy" else MOST  # more may be meant for another metric
+        chosen = [value for value in chosen if LEAST <= value < MOST and value <= most]
         if chosen:
             named = "asked for" if material.reach else "chosen so that all, half and few of the runs reach them"
             parts.append(f"The values were {named}. Only rounds in which the test set was looked at count.")
