@@ -34,6 +34,8 @@ NEEDED: dict[str, type | tuple[type, ...]] = {
     "seed": int,
 }
 """knobs that every version wrote"""
+READ: dict[str, type | tuple[type, ...]] = {"split": str, "skew.alpha": (int, float), "server.variant": str}
+"""further knobs that are reckoned with, where they are written"""
 
 NUMBERS = ("clients", "train_loss", "kept", "agreement", "bytes_sent", "dropped", "below_tau")
 PARTS = ("seconds", "layers")  # records in a record
@@ -58,8 +60,9 @@ def flat(tree: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in tree.items():
         found |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
-    for name, kind in NEEDED.items():
-        if not isinstance(found.get(name), kind):
+    told = {name: DEFAULTS[name] for name in READ} | found
+    for name, kind in (NEEDED | READ).items():
+        if not isinstance(told.get(name), kind):
             raise ValueError(f"{CONFIG} has no '{name}', or not as a run writes it")
     for name, value in found.items():  # more is no knob, and may be more than a memory holds
         if not all(one is None or isinstance(one, str | int | float) for one in each(value)):
