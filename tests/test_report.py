@@ -867,12 +867,26 @@ def test_attacks_are_shown_where_they_were_made(two: Path) -> None:
     for number, folder in enumerate(sorted(two.glob("gma*"))):
         found = {"accuracy": 0.55 + 0.01 * number, "auc": 0.6, "advantage": 0.1}
         control = {"logistic": {"accuracy": 0.51, "auc": 0.5, "advantage": 0.02}, "loss": None}
-        (folder / "attack.json").write_text(json.dumps({"logistic": found, "loss": None, "control": control}))
+        (folder / "attack.json").write_text(
+            json.dumps({"judged": 10_000 - number, "logistic": found, "loss": None, "control": control})
+        )
     table = tables(membership.section(material_of(two)))["membership"].table
-    assert [[show(cell) for cell in row] for row in table.rows] == [
-        ["gma", "logistic regression on the answers", "56.00 ± 1.00", "0.6000 ± 0.0000", "0.1000 ± 0.0000"],
-        ["gma", "logistic regression, model before training", "51.00 ± 0.00", "0.5000 ± 0.0000", "0.0200 ± 0.0000"],
+    after, before = "logistic regression on the answers", "logistic regression, model before training"
+    assert [[show(cell) for cell in row[1:]] for row in table.rows] == [
+        [after, "56.00 ± 1.00", "55.02 to 56.97", "0.6000 ± 0.0000", "0.1000 ± 0.0000"],
+        [before, "51.00 ± 0.00", "50.02 to 51.98", "0.5000 ± 0.0000", "0.0200 ± 0.0000"],
     ]
+    assert table.columns[2:4] == ["accuracy", "95% interval"]
+    assert "so their errors are not independent" in " ".join(table.notes)
+
+
+def test_an_attack_that_does_not_tell_its_samples_has_no_interval(two: Path) -> None:
+    for judged in (None, 0, "many", 100):
+        for folder in two.glob("gma*"):
+            found = {"judged": judged, "loss": {"accuracy": 7.0 if judged == 100 else 0.5}}
+            (folder / "attack.json").write_text(json.dumps(found))
+        table = tables(membership.section(material_of(two)))["membership"].table
+        assert show(table.rows[0][3]) == "-" and "Wilson" not in " ".join(table.notes)
 
 
 @pytest.mark.parametrize(

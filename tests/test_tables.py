@@ -31,6 +31,7 @@ from fedmpi.experiments.tables import (
     FORMS,
     Cell,
     Difference,
+    Interval,
     Missing,
     Number,
     Probability,
@@ -53,7 +54,12 @@ NUMBERS = st.builds(
 )
 GAPS = st.builds(Difference, FLOATS, st.none() | FLOATS, st.none() | FLOATS, st.integers(0, 6), st.booleans())
 CELLS: st.SearchStrategy[Cell] = (
-    TEXTS | NUMBERS | GAPS | st.builds(Probability, st.floats(0, 1)) | st.builds(Missing, TEXTS)
+    TEXTS
+    | NUMBERS
+    | GAPS
+    | st.builds(Interval, FLOATS, FLOATS, st.integers(0, 6), st.booleans())
+    | st.builds(Probability, st.floats(0, 1))
+    | st.builds(Missing, TEXTS)
 )
 
 
@@ -169,6 +175,12 @@ def test_csv_has_raw_numbers_in_columns_of_their_own() -> None:
         "fed_avg,0.9,0.01,0.95,0.02,,0.05,0.01,0.09,0.04\n"
         "fedprox,0.5,,,,never,,,,\n"
     )
+
+
+def test_an_interval_has_its_ends_in_columns_of_their_own() -> None:
+    table = Table("t", ["a", "b"], [["x", Interval(0.49, 0.5125, 2, percent=True)], ["y", Missing()]])
+    assert show(table.rows[0][1]) == "49.00 to 51.25"
+    assert to_csv(table) == "a,b low,b high\nx,0.49,0.5125\ny,,\n"
 
 
 def test_a_minus_is_one_in_latex_and_dashes_stay_hyphens() -> None:

@@ -41,6 +41,16 @@ class Difference:
 
 
 @dataclass(frozen=True)
+class Interval:
+    """What holds the true value of the number beside it."""
+
+    low: float
+    high: float
+    digits: int = 4
+    percent: bool = False
+
+
+@dataclass(frozen=True)
 class Probability:
     """The p of a test."""
 
@@ -54,7 +64,7 @@ class Missing:
     why: str = "-"
 
 
-Cell = str | Number | Difference | Probability | Missing
+Cell = str | Number | Difference | Interval | Probability | Missing
 SUFFIXES = ("", " sd", " low", " high", " note")
 """of the columns of CSV that one column may come to"""
 
@@ -88,6 +98,8 @@ def show(cell: Cell) -> str:
         shown = f"{value * (100 if cell.percent else 1):{sign}.{cell.digits}f}"
         return shown.replace("-", "+" * bool(sign)) if not float(shown) else shown  # no minus nothing
 
+    if isinstance(cell, Interval):
+        return f"{text(cell.low)} to {text(cell.high)}"
     if isinstance(cell, Difference):
         ends = [text(end, "+") for end in (cell.low, cell.high) if end is not None]
         return text(cell.value, "+") + (f" ({' to '.join(ends)})" if ends else "")
@@ -171,7 +183,7 @@ def to_latex(table: Table) -> str:
 def to_csv(table: Table) -> str:
     """The raw numbers: a column may come to several, for the deviation, the ends of an interval and a note."""
     rows = [[raw(cell) for cell in row] for row in table.rows]
-    kept = [[s for s in SUFFIXES if not s or any(s in row[i] for row in rows)] for i in range(len(table.columns))]
+    kept = [suffixes_of([row[i] for row in rows]) for i in range(len(table.columns))]
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow([one_line(name + s) for name, suffixes in zip(table.columns, kept, strict=True) for s in suffixes])
@@ -180,12 +192,20 @@ def to_csv(table: Table) -> str:
     return out.getvalue()
 
 
+def suffixes_of(cells: Sequence[dict[str, str | float]]) -> list[str]:
+    """What a column comes to; the ends of intervals have none without a suffix."""
+    used = [suffix for suffix in SUFFIXES if any(suffix in cell for cell in cells)]
+    return used if " low" in used else list(dict.fromkeys(["", *used]))
+
+
 def raw(cell: Cell) -> dict[str, str | float]:
     """The values of a cell by the suffix of their column."""
     if isinstance(cell, str):
         return {"": one_line(cell)}
     if isinstance(cell, Missing):
         return {} if cell.why == "-" else {" note": one_line(cell.why)}
+    if isinstance(cell, Interval):
+        return {" low": cell.low, " high": cell.high}
     found: dict[str, str | float | None] = {"": cell.value}
     if isinstance(cell, Number):
         found |= {" sd": cell.sd, " note": one_line(cell.note) or None}

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ....folder import read_json
+from ...attack.attackers import wilson
 from ...attack.command import ATTACK
 from ...runs import Group, look_up
-from ...tables import Cell, Number, Table
+from ...stats import summarise
+from ...tables import Cell, Interval, Missing, Number, Table
 from ..figures import rows
 from ..figures.rows import Row
 from ..figures.style import COLOURS, Look, Picture
@@ -30,6 +32,11 @@ LOOKS = (Look(COLOURS[0], "solid", "o", filled=True), Look(COLOURS[1], "solid", 
 Attacks = dict[Path, dict[str, Any]]
 """attack.json by the run folder"""
 COLUMNS = {"accuracy": "accuracy", "auc": "AUC", "advantage": "advantage"}
+SHARED = (
+    "The 95% interval (Wilson) is the attack's own uncertainty, by the samples that judge one run; the deviation over "
+    "seeds says nothing of it. Runs that share data and the attack's seed are attacked with the same samples, so their "
+    "errors are not independent: more seeds do not narrow the interval."
+)
 
 
 def section(material: Material) -> Section:
@@ -59,11 +66,26 @@ def table(groups: Sequence[Group], found: Attacks) -> Table:
     for group in groups:
         for where, name in ATTACKERS.items():
             cells = [number(values(group, found, where, key), percent=key == "accuracy") for key in COLUMNS]
-            lines += [[group.label, name, *cells]] if any(isinstance(cell, Number) for cell in cells) else []
+            if any(isinstance(cell, Number) for cell in cells):
+                lines.append([group.label, name, cells[0], interval(group, found, where), *cells[1:]])
     notes = ["Accuracy in percent; 50% and an AUC of 0.5 are chance. Mean and sample standard deviation over seeds."]
+    if any(isinstance(line[3], Interval) for line in lines):
+        notes.append(SHARED)
     if any("before training" in str(line[1]) for line in lines):
         notes.append("What is above chance for the model before training tells members from others without a model.")
-    return Table("Attacks on membership", ["runs", "attacker", *COLUMNS.values()], lines, notes, align="llrrr")
+    first, *others = COLUMNS.values()
+    columns = ["runs", "attacker", first, "95% interval", *others]
+    return Table("Attacks on membership", columns, lines, notes, align="llrrrr")
+
+
+def interval(group: Group, found: Attacks, where: Sequence[str]) -> Cell:
+    """What holds the true accuracy: Wilson's, of the mean over the seeds, as if one run had come to it."""
+    told = summarise(values(group, found, where, "accuracy"))
+    sizes = [look_up(found.get(run.folder, {}), ("judged",)) for run in group.runs]
+    judged = [size for size in sizes if isinstance(size, int) and size > 0]
+    if told is None or not judged or not 0 <= told.mean <= 1:
+        return Missing()
+    return Interval(*wilson(told.mean, min(judged)), digits=2, percent=True)
 
 
 def picture(groups: Sequence[Group], found: Attacks) -> Picture:
