@@ -143,6 +143,9 @@ def by_mlflow(out: Path, *names: str) -> list[tuple[Any, list[dict[str, float]]]
 
 def by_tensorboard(out: Path) -> dict[str, dict[int, float]]:
     events = EventAccumulator(str(out / "tensorboard")).Reload()
+    for tag in events.Tags()["scalars"]:
+        steps = [event.step for event in events.Scalars(tag)]
+        assert len(steps) == len(set(steps)), f"{tag} has a round twice: {steps}"
     return {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
 
 
@@ -250,9 +253,9 @@ def report(round, loss):
     seconds = dict.fromkeys(("local", "wait", "reduce", "server", "gather"), 0.5)
     return Report(round, 2, (), loss, 0.5, 0.5, 8, seconds, measures={"layers": layers})
 
-def live(done, last, loss, **config):
+def live(done, last, loss, tools=("wandb", "mlflow"), **config):
     config = {"seed": 0, "rounds": last, "long": "x" * 7000, **{f"k{n}": n for n in range(150)}, **config}
-    with Log(out, last, ["wandb", "mlflow"], speaks=True, done=done, config=config) as log:
+    with Log(out, last, list(tools), speaks=True, done=done, config=config) as log:
         for round in range(done + 1, last + 1):
             log.round(report(round, loss / round))
             yield round
@@ -289,6 +292,20 @@ def test_a_killed_life_leaves_what_the_next_one_goes_on_with(tmp_path: Path) -> 
         told = history([records for records in files if last_of(records, "run")["run_id"] == id])
         assert [one["round"] for one in told] == [1, 2, 3, 4, 5, 6, 7] and told[6]["train_loss"] == loss
     assert [one["round"] for one in metrics(out)] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_tensorboard_has_every_round_before_a_kill_and_what_it_has_missed(tmp_path: Path) -> None:
+    out, told = tmp_path / "run", '["tensorboard"]'
+    die = f"for round in live(0, 9, 1.0, {told}):\n    if round == 5:\n        os._exit(9)\n"
+    python("-c", LIVE + die, str(out), code=9)
+    assert by_tensorboard(out)["train_loss"] == {n: pytest.approx(1 / n) for n in range(1, 6)}
+    python("-c", LIVE + f"list(live(4, 6, 1.0, []))\nassert list(live(6, 7, 1.0, {told})) == [7]\n", str(out))
+    read = by_tensorboard(out)
+    assert read["train_loss"] == {n: pytest.approx(1 / n) for n in range(1, 8)}
+    assert list(read["layers/a?504/agreement"]) == [2] and list(read["seconds/local"]) == list(range(1, 8))
+    python("-c", LIVE + f"list(live(3, 5, 2.0, [], lr=0.5))\nlist(live(5, 6, 2.0, {told}, lr=0.5))\n", str(out))
+    branch = {n: pytest.approx((1 if n <= 3 else 2) / n) for n in range(1, 7)}
+    assert by_tensorboard(out)["train_loss"] == branch, "rounds that came again with other knobs, and nobody was told"
 
 
 def test_tools_that_fail_do_not_end_a_run(tmp_path: Path) -> None:

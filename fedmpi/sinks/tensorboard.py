@@ -12,21 +12,23 @@ if TYPE_CHECKING:
 
 
 class TensorBoard:
-    """Every number as a scalar. What an earlier life has written beyond `done` stays in its file, hidden."""
+    """Every number as a scalar. What earlier lives have written stays in their files, hidden: a life begins with all
+    rounds before it, as nobody knows which of them were written, whole, and with the knobs that counted in the end."""
 
     def __init__(self, about: About) -> None:
-        self.folder, self.first, self.last = about.folder / "tensorboard", about.done + 1, about.done
+        self.folder, self.last = about.folder / "tensorboard", 0
 
     @cached_property
     def writer(self) -> SummaryWriter:
         """What writes, made when it is first used: importing it takes time, and nothing needs it before a round."""
         from torch.utils.tensorboard import SummaryWriter
 
-        return SummaryWriter(str(self.folder), purge_step=self.first)
+        return SummaryWriter(str(self.folder), purge_step=1)
 
     def write(self, record: dict[str, Any]) -> None:
         for tag, number in scalars(record):
             self.writer.add_scalar(tag, number, record["round"])
+        self.writer.flush()  # by itself every two minutes, which a kill may come before
 
     def close(self, how: str) -> None:
         if "writer" in vars(self):
