@@ -9,7 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -35,15 +35,26 @@ def started(script: str, *arguments: str, log: Path) -> Iterator[subprocess.Pope
         need("mpi", (BIN / "mpiexec").exists(), "no MPI beside this Python: pip install mpich")
     command = ["bash", str(REPO / "launch" / f"{script}.sh"), *arguments]
     with open(log, "a") as file:
-        process = subprocess.Popen(command, env=rank_environment(), stdout=file, stderr=file, text=True)
+        process = subprocess.Popen(
+            command, env=rank_environment(), stdout=file, stderr=file, text=True, start_new_session=True
+        )
     try:
         yield process
     finally:
         if process.poll() is None:
-            for sent in (signal.SIGINT, signal.SIGINT, signal.SIGKILL):  # twice: at once
+            for sent in (signal.SIGINT, signal.SIGINT):  # twice: at once
                 process.send_signal(sent)
                 time.sleep(1.5)
+        end_session(process.pid)
         process.wait(30)
+
+
+def end_session(leader: int) -> None:
+    """Kill what is left of the processes of a session: ranks would outlive a script that was killed."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has just ended
+            if int(stat.read_text().rpartition(")")[2].split()[3]) == leader:
+                os.kill(int(stat.parent.name), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
