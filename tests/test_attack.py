@@ -48,11 +48,11 @@ from fedmpi.experiments.attack.attackers import (
     judge,
     logistic,
     summary,
-    wilson,
 )
 from fedmpi.experiments.attack.command import How, attack_run, members_of, trained_clients
 from fedmpi.experiments.attack.rebuild import Rebuilt, config_of, rebuild, untrained
 from fedmpi.experiments.runs import read_run
+from fedmpi.experiments.stats import wilson
 from fedmpi.objective import CLASSIFY, Objective
 from fedmpi.run import NOTHING, Given
 

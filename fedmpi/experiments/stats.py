@@ -15,10 +15,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
+from statistics import NormalDist, fmean, stdev
 
 import numpy as np
 
+NORMAL = NormalDist().inv_cdf(0.975)  # 1.96: two sides, 95 %
 ALPHA = 0.05  # the p from which down a difference is called significant
 LEAST = 3  # values of an arm, or pairs, from which on there is a test
 MOST_FLIPS = 20  # pairs whose signs are flipped in every way: a million sums
@@ -231,3 +232,11 @@ def beta_share(x: float, a: float, b: float) -> float:
         if abs(above * below - 1) < 1e-15:
             break
     return front * (value - 1)
+
+
+def wilson(share: float, trials: int) -> tuple[float, float]:
+    """The 95 % confidence interval of a share that was right in so many trials (Wilson, 1927)."""
+    z2 = NORMAL**2 / trials
+    middle = share + z2 / 2
+    width = (z2 * (share * (1 - share) + z2 / 4)) ** 0.5
+    return max(0.0, (middle - width) / (1 + z2)), min(1.0, (middle + width) / (1 + z2))

@@ -15,13 +15,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist, fmean, stdev
+from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ...errors import RunError
+from ..stats import wilson
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
@@ -31,7 +32,6 @@ SMALLEST = 1e-9  # slope that counts as none
 ROUNDING = 1e-15  # of a height
 MOST_STEPS = 200  # of Newton's method, which takes about ten
 STREAM = 0xA77AC  # keeps these draws apart from those of other parts under the same seed
-NORMAL = NormalDist().inv_cdf(0.975)  # 1.96: two sides, 95 %
 FALSE_ALARMS = 0.01
 
 
@@ -167,11 +167,3 @@ def found_at(members: Floats, others: Floats, alarms: float) -> float:
     allowed = int(alarms * len(others) + 1e-9)  # others that may rank at the cut or above
     highest = np.sort(others)[::-1]
     return float((members > highest[allowed]).mean()) if allowed < len(others) else 1.0
-
-
-def wilson(share: float, trials: int) -> tuple[float, float]:
-    """The 95 % confidence interval of a share that was right in so many trials (Wilson, 1927)."""
-    z2 = NORMAL**2 / trials
-    middle = share + z2 / 2
-    width = (z2 * (share * (1 - share) + z2 / 4)) ** 0.5
-    return max(0.0, (middle - width) / (1 + z2)), min(1.0, (middle + width) / (1 + z2))

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ....folder import read_json
-from ...attack.attackers import wilson
 from ...attack.command import ATTACK
 from ...runs import Group, look_up
-from ...stats import summarise
+from ...stats import summarise, wilson
 from ...tables import Cell, Interval, Missing, Number, Table
 from ..figures import rows
 from ..figures.rows import Row
