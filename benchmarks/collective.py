@@ -86,7 +86,7 @@ def masked(comm: Comm, params: int, how: str, clients: int, mask: str, wire: str
     unsent = nothing_unsent(model_N, length // comm.size) if wire == "bf16" else {}
     state = State(0, model_N, torch.zeros(0, dtype=torch.int64), {}, unsent=unsent)
     delivery = Delivery(total, 0.0, tuple(range(everybody)), ())
-    return lambda: move_model(state, algorithm, delivery, ledger, comm, params, clients == 1, Clock())
+    return lambda: move_model(state, algorithm, delivery, ledger, comm, layout, clients == 1, Clock())
 
 
 def measure(comm: Comm, params: int, turns: int, mask: str) -> list[dict[str, object]]:

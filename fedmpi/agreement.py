@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .flat import Layout, Span
+from .layers import overlaps, trained_spans
 from .masks import quorum
 
 
@@ -31,18 +32,15 @@ class Layers:
     @classmethod
     def of(cls, layout: Layout, tau: float, device: torch.device) -> Layers:
         """No votes yet."""
-        spans = tuple(span for span in layout.spans if span.start < layout.params and span.shape.numel())
+        spans = trained_spans(layout)
         return cls(spans, tau, torch.zeros(2, len(spans), dtype=torch.float64, device=device))
 
     def add(self, start: int, sizes_S: Tensor, clients: int) -> None:
         """Count a piece of |votes| that begins at element `start` of the full vector; it may straddle layers."""
-        least, stop = quorum(self.tau, clients), start + sizes_S.numel()
-        for count, span in zip(self.counts.unbind(1), self.spans, strict=True):
-            low, high = max(span.start, start), min(span.start + span.shape.numel(), stop)
-            if low < high:
-                mine_S = sizes_S[low - start : high - start]
-                count[0] += add_votes(mine_S)
-                count[1] += (mine_S < least).sum()
+        least = quorum(self.tau, clients)
+        for number, part in overlaps(self.spans, start, sizes_S.numel()):
+            self.counts[0, number] += add_votes(sizes_S[part])
+            self.counts[1, number] += (sizes_S[part] < least).sum()
 
     def numbers(self) -> list[int]:
         """The counts, to be summed over the ranks."""

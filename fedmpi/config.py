@@ -184,10 +184,10 @@ class Config:
     fedgma2021, or your own as package.module:name"""
     mask: str | None = None
     """mean (plain averaging), gma (disagreement scales the step down), and (disagreement drops it), sand (looks at the
-    size of the disagreement too), or your own as package.module:name; null: the algorithm's own, nearly always gma"""
+    size of the disagreement too), or your own as package.module:name; null: mean (fedgma2021: and)"""
     tau: float | None = knob(None, low=0, high=1)
-    """agreement from which on a step is taken in full; 0 is plain averaging (but for sand). null: the algorithm's own,
-    nearly always 0.4"""
+    """agreement threshold of the mask: elements at or above it take the full step; 0 is plain averaging (but for sand).
+    null: 0.4 (fedgma2021: 0.8)"""
     sharpness: float = knob(4.0, low=0, open_low=True)
     """how soon the mask sand rises behind tau"""
     data: str = "glyphs"

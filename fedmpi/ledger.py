@@ -10,11 +10,25 @@ from .algorithms import Algorithm
 from .cohort import Cohort
 from .comm import Comm
 from .flat import Layout
+from .local import LocalResult, LocalRule
 from .tally import Tally, Unusable
 from .task import Trained
 from .wire import Wire
 
 MOST = 2.0**20  # of a loss, and of steps
+
+
+def check_declared(result: LocalResult, rule: LocalRule, params: int) -> None:
+    """Raise `Unusable` for other vectors, or vectors of another length, than the client's rule declares."""
+    for what, given, declared in (
+        ("sends", result.sends, [channel.name for channel in rule.sends]),
+        ("keeps", result.keeps, rule.keeps),
+    ):
+        if set(given) != set(declared):
+            raise Unusable(f"it {what} {sorted(given)}, but its rule declares {sorted(declared)}")
+        for name, vector_P in given.items():
+            if vector_P.shape != (params,):
+                raise Unusable(f"it {what} a '{name}' of shape {tuple(vector_P.shape)}, not ({params},)")
 
 
 class Ledger:
@@ -56,15 +70,9 @@ class Ledger:
             raise Unusable(f"its training loss is {trained.loss:g}")
         if self.rule.normalised and not (isinstance(steps, int | float) and 0 < steps < MOST):
             raise Unusable(f"its steps are {steps}, which must be a number between 0 and {MOST:.0f}")
-        for what, given, declared in (
-            ("sends", result.sends, self.channels),
-            ("keeps", result.keeps, self.rule.keeps),
-        ):
-            if set(given) != set(declared):
-                raise Unusable(f"it {what} {sorted(given)}, but its rule declares {sorted(declared)}")
+        check_declared(result, self.rule, self.params)
+        for what, given in (("sends", result.sends), ("keeps", result.keeps)):
             for name, vector_P in given.items():
-                if vector_P.shape != (self.params,):
-                    raise Unusable(f"it {what} a '{name}' of shape {tuple(vector_P.shape)}, not ({self.params},)")
                 if not bool(vector_P.isfinite().all()):
                     raise Unusable(f"it {what} a '{name}' that holds NaN or infinity")
         self.deltas.check(trained.delta_N)

@@ -5,7 +5,9 @@ whose element did not move abstains.  Agreement A = |votes| / clients, unweighte
 its size.
 
 A mask is a function (votes_S, clients) -> mask_S. One that looks at magnitudes too asks for the second moment and is
-given (votes_S, clients, mean_S, square_S); only then do the squares travel. To add one, write it and give it a row in
+given (votes_S, clients, mean_S, square_S); only then do the squares travel. Masks are elementwise, because a rank has
+no more than its slice. One that needs to know how whole layers voted asks for `layers`: it is called layer by layer,
+with a `Layer` as its last argument whose counts are summed over the ranks. To add one, write it and give it a row in
 `MASKS`, or name it from outside as `package.module:name`: a function of `MaskKnobs`.
 """
 
@@ -15,12 +17,17 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from .errors import UserError
-from .plugins import find, one_line, refuse
+from .flat import Span
+from .layers import Layer, LayerVotes
+from .plugins import find, raised, refuse
+
+__all__ = ["MASKS", "Layer", "Mask", "MaskKnobs", "make_mask", "quorum"]
 
 
 @dataclass(frozen=True)
@@ -31,11 +38,36 @@ class Mask:
     """(votes_S, clients) -> mask_S; with the second moment (votes_S, clients, mean_S, square_S) -> mask_S"""
     second_moment: bool = False
     """whether it reads mean and mean square of the clients' deltas, weighted by their samples"""
+    layers: bool = False
+    """whether it is given, as its last argument, the `Layer` that the elements belong to"""
 
     def __call__(
-        self, votes_S: Tensor, clients: int, mean_S: Tensor | None = None, square_S: Tensor | None = None
+        self,
+        votes_S: Tensor,
+        clients: int,
+        mean_S: Tensor | None = None,
+        square_S: Tensor | None = None,
+        layer: Layer | None = None,
     ) -> Tensor:
-        return self.keep(votes_S, clients, mean_S, square_S) if self.second_moment else self.keep(votes_S, clients)
+        moments = (mean_S, square_S) if self.second_moment else ()
+        return self.keep(votes_S, clients, *moments, *((layer,) if self.layers else ()))
+
+    def over(
+        self,
+        start: int,
+        votes_S: Tensor,
+        clients: int,
+        mean_S: Tensor,
+        square_S: Tensor | None,
+        layers: LayerVotes,
+    ) -> Tensor:
+        """Return the mask of a piece of the vector that begins at element `start`; one that asks for layers is called
+        once for each layer in the piece."""
+        if not self.layers:
+            return self(votes_S, clients, mean_S, square_S)
+        within = layers.within(start, votes_S.numel())
+        squares = (lambda part: None) if square_S is None else square_S.__getitem__
+        return torch.cat([self(votes_S[p], clients, mean_S[p], squares(p), layer) for layer, p in within])
 
 
 @dataclass(frozen=True)
@@ -133,22 +165,45 @@ def make_mask(name: str, tau: float, sharpness: float = MaskKnobs.sharpness) -> 
 
 
 def try_out(name: str, mask: Mask) -> None:
-    """Refuse a mask from outside that does not work, before a run begins: on the votes of two clients."""
-    votes_S = torch.tensor([-2, -1, 0, 1, 2], dtype=torch.int8)
-    mean_S, square_S = votes_S / 2, votes_S.square() / 4 + 0.25
-    given = votes_S.clone(), mean_S.clone(), square_S.clone()
+    """Refuse a mask from outside that does not work, before a run begins: on the votes of four clients on two layers,
+    whole and cut into pieces as ranks would have them."""
+    clients, spans = 4, (Span("a", 0, torch.Size([24]), False), Span("b", 24, torch.Size([17]), False))
+    votes_S = torch.arange(41).mul(7).remainder(9).sub(4).to(torch.int8)
+    mean_S = votes_S / 4 + torch.linspace(-0.2, 0.2, 41)
+    square_S = mean_S.square() + torch.linspace(0.0, 0.5, 41)
+    layers = LayerVotes(spans, clients, votes_S.device)
+    layers.add([(0, votes_S)])
+
+    def keep(low: int, high: int) -> Tensor:
+        given = [t[low:high].clone() for t in (votes_S, mean_S, square_S)]
+        kept_S: object = mask.over(low, given[0], clients, given[1], given[2], layers)
+        if not all(torch.equal(t, of[low:high]) for t, of in zip(given, (votes_S, mean_S, square_S), strict=True)):
+            raise UserError(f"mask '{name}' writes into what it is given, which is used again; work on copies")
+        if not isinstance(kept_S, Tensor) or kept_S.shape != given[0].shape or kept_S.dtype != torch.float32:
+            came = type(kept_S).__name__
+            if isinstance(kept_S, Tensor):
+                came = f"{kept_S.dtype} of shape {tuple(kept_S.shape)}"
+            raise UserError(f"mask '{name}' returned {came}; it must be torch.float32 of the shape of the votes")
+        return kept_S
+
     try:
-        kept_S = mask(given[0], 2, given[1], given[2])
+        whole = keep(0, 41)
+        if not bool(((whole >= 0) & (whole <= 1)).all()):
+            odd = int((~((whole >= 0) & (whole <= 1))).nonzero()[0])
+            raise UserError(
+                f"mask '{name}' returned {float(whole[odd]):g} for {int(votes_S[odd])} votes of {clients} clients; it "
+                "must keep to 0 ... 1"
+            )
+        cuts = [torch.cat([keep(low, high) for low, high in pairwise(at)]) for at in CUTS]
+    except UserError:
+        raise
     except (Exception, SystemExit) as error:
+        raise UserError(f"mask '{name}' raised {raised(error)} on the votes of {clients} clients") from error
+    if not all(torch.equal(whole, cut) for cut in cuts):
         raise UserError(
-            f"mask '{name}' raised {type(error).__name__} on the votes of two clients: {one_line(error)}"
-        ) from error
-    if not all(map(torch.equal, given, (votes_S, mean_S, square_S))):
-        raise UserError(f"mask '{name}' writes into what it is given, which is used again; work on copies")
-    if not isinstance(kept_S, Tensor) or kept_S.shape != votes_S.shape or kept_S.dtype != torch.float32:
-        came = f"{kept_S.dtype} of shape {tuple(kept_S.shape)}" if isinstance(kept_S, Tensor) else type(kept_S).__name__
-        raise UserError(f"mask '{name}' returned {came}; it must be torch.float32 of the shape of the votes")
-    if not bool(((kept_S >= 0) & (kept_S <= 1)).all()):
-        raise UserError(
-            f"mask '{name}' returned {kept_S.tolist()} for votes {votes_S.tolist()}; it must keep to 0 ... 1"
+            f"mask '{name}' is not elementwise: cut elsewhere, the same votes give other values, and so would another "
+            "number of ranks; decide element by element, or ask how whole layers voted: Mask(keep, layers=True)"
         )
+
+
+CUTS = ((0, 1, 41), (0, 20, 41), (0, 8, 24, 40, 41), (0, 7, 13, 22, 31, 41))  # ranks' slices of 41 elements

@@ -127,4 +127,6 @@ class Memory:
                 f"({error.strerror}); name another --memory.folder, or raise --memory.limit"
             ) from None
         self.on_disk += count * 4 * elements
-        return list(block.view(count, elements).unbind(0))
+        # Rows of a block share a version counter, by which writes to a client's memory are noticed; `.data` gives each
+        # its own.
+        return [row.data for row in block.view(count, elements).unbind(0)]

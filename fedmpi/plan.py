@@ -35,7 +35,6 @@ from .flat import Layout
 from .heap import keep_freed
 from .ledger import Ledger
 from .log import set_up
-from .masks import Mask
 from .options import parse
 from .plugins import one_line
 from .rounds import Clock, Delivery, Plan, State, begin, largest, move_model, take_meta_step
@@ -231,7 +230,7 @@ class Dry:
         comm.sum(torch.zeros(3 + len(cohort.cids), dtype=torch.int64))
         largest(self.state.ints, comm)
         delivery, one_each = Delivery(cohort.total, 0.0, cohort.cids, ()), cohort.most_on_a_rank == 1
-        move_model(self.state, algorithm, delivery, self.ledger, comm, task.layout.params, one_each, Clock())
+        move_model(self.state, algorithm, delivery, self.ledger, comm, task.layout, one_each, Clock())
         if algorithm.meta is not None and self.ledger.meta is not None:
             step = replace(algorithm.meta, batch=len(task.meta))  # one block, which rank 0 has: no gradient here
             take_meta_step(self.state, step, cast(Task, Blueprint(task, comm.size)), self.ledger.meta, comm)
@@ -240,7 +239,7 @@ class Dry:
 
 def idle(algorithm: Algorithm) -> Algorithm:
     """The same algorithm without its arithmetic, which a user's own may not be able to do without numbers."""
-    mask = Mask(lambda votes_S, *_: votes_S.float(), algorithm.mask.second_moment)
+    mask = replace(algorithm.mask, keep=lambda votes_S, *_: votes_S.float())
     return replace(algorithm, mask=mask, server=ServerRule(algorithm.server.moments, lambda *_: None))
 
 

@@ -10,6 +10,7 @@ import importlib
 import inspect
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -32,7 +33,7 @@ def find(kind: str, name: str, table: Mapping[str, Any], knobs: Any) -> Any:
         raise
     except (Exception, SystemExit) as error:
         raise UserError(
-            f"{kind} '{name}' raised {type(error).__name__} when it was given its knobs: {one_line(error)}; "
+            f"{kind} '{name}' raised {raised(error)} when it was given its knobs; "
             f"it must take one argument, a {type(knobs).__name__}, and return what docs/own-algorithm.md describes"
         ) from error
     return made
@@ -94,7 +95,21 @@ def call_with(kind: str, name: str, make: Callable[..., Any], offers: Mapping[st
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        raise UserError(f"{kind} '{name}' raised {type(error).__name__}: {one_line(error)}") from error
+        raise UserError(f"{kind} '{name}' raised {raised(error)}") from error
+
+
+def raised(error: BaseException) -> str:
+    """Return what a user's code raised and where, on one line: 'ValueError (rules.py, line 12): no such layer'."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not inside_a_package(frame.filename)]
+    where = f" ({os.path.basename(own[-1].filename)}, line {own[-1].lineno})" if own else ""
+    said = one_line(error)
+    return f"{type(error).__name__}{where}" + (f": {said}" if said else "")
+
+
+def inside_a_package(path: str) -> bool:
+    """Say whether a source file belongs to fedmpi or to an installed package, and so not to a user's own code."""
+    return "site-packages" in path or os.path.dirname(__file__) in path or path.startswith("<")
 
 
 def one_line(text: object) -> str:

@@ -24,7 +24,7 @@ N: the full padded vector.  S: the slice this rank owns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -62,17 +62,25 @@ def reduce(
     one_each: bool = False,
     also: Sequence[Tally] = (),
     prepare: Callable[[slice], None] = lambda bucket: None,
+    look: Callable[[Iterator[tuple[int, Tensor]]], None] | None = None,
 ) -> Iterator[Part]:
     """This rank's slice of the mean and of the votes, piece by piece. Collective: every rank must take every piece.
 
     `weight` is the weight of the clients that delivered, over all ranks; `one_each` says that no rank hosts more than
     one client. A piece never straddles the end of the parameters. The tallies in `also` travel in the same exchange:
-    when the pieces have been taken, `parts` reads them. `prepare` is called for each bucket before it is sent.
+    when the pieces have been taken, `parts` reads them. `prepare` is called for each bucket before it is sent. `look`
+    is given all votes of the slice, piece by piece, before the first piece is yielded, for what depends on all of them.
     """
     send_votes = not tally.travels or tally.exact or bool(tally.sums.out) or not one_each
     kinds = [rows for rows in tally.kinds if send_votes or rows is not tally.votes]
     kinds += [rows for other in also for rows in other.kinds]
-    for bucket in comm.stream(kinds, buckets(tally.slice, tally.travels), prepare):
+    arrived: Iterable[slice] = comm.stream(kinds, buckets(tally.slice, tally.travels), prepare)
+    if look is not None:
+        arrived = list(arrived)
+        first = comm.rank * tally.slice
+        owned = (own for own in pieces(first, tally.slice, params) if first + own.start < params)
+        look((first + own.start, votes_at(tally, own, send_votes)) for own in owned)
+    for bucket in arrived:
         for part in parts(comm, tally, params, weight, send_votes, bucket):
             yield part if part.own.stop < bucket.stop else replace(part, completes=bucket)
 
@@ -92,14 +100,20 @@ def parts(
     for own in pieces(first, tally.slice, params, bucket):
         sums = [widened(row[own]) for row in tally.sums.theirs]
         votes = square = None
-        if tally.votes is not None and votes_came:
-            votes = add_up([row[own] for row in tally.votes.theirs])
-        elif tally.votes is not None:
-            votes = add_up([torch.sign(row).to(tally.votes.mine[0].dtype) for row in sums])
+        if tally.votes is not None:
+            votes = votes_at(tally, own, votes_came)
         if tally.squares is not None and first + own.start < params:
             square = mean_of(add_up([row[own] for row in tally.squares.theirs]), tally, weight, SQUARE_FRACTION_BITS)
         mean = mean_of(add_up(sums), tally, weight, FRACTION_BITS)
         yield Part(first + own.start, first + own.stop, own, mean, votes, square)
+
+
+def votes_at(tally: Tally, own: slice, came: bool) -> Tensor:
+    """The votes of a piece of this rank's slice; where they did not come they are read off the sums."""
+    assert tally.votes is not None, "deltas are voted on"
+    if came:
+        return add_up([row[own] for row in tally.votes.theirs])
+    return add_up([torch.sign(row[own]).to(tally.votes.mine[0].dtype) for row in tally.sums.theirs])
 
 
 def pieces(first: int, length: int, params: int, bucket: slice | None = None) -> Iterator[slice]:

@@ -35,6 +35,8 @@ from .algorithms import Algorithm, MetaStep
 from .cohort import Cohort, draw
 from .comm import Comm, Wait
 from .errors import CommonError, RunError, UserError
+from .flat import Layout
+from .layers import LayerVotes, trained_spans
 from .ledger import Ledger
 from .local import Channel, LocalRule
 from .memory import Memory
@@ -98,7 +100,13 @@ class Report:
     kept: float
     agreement: float
     bytes_sent: int
+    """what the ranks sent each other; 0 on one rank"""
     seconds: dict[str, float]
+    client_bytes_up: int | None = None
+    """what the clients of the round upload to a server, all of them together, wherever they are hosted (`traffic`);
+    None in records of older versions"""
+    client_bytes_down: int | None = None
+    """what they download, all of them together"""
     test_metric: float | None = None
     """the objective's metric on the test set, where it was scored"""
     test_loss: float | None = None
@@ -207,7 +215,7 @@ def run_round(
     ints = largest(ints, comm)
     one_each = cohort.most_on_a_rank == 1
     layers = None if plan.tau is None else Layers.of(task.layout, plan.tau, task.device)
-    seen = move_model(state, algorithm, delivery, ledger, comm, task.layout.params, one_each, clock, layers)
+    seen = move_model(state, algorithm, delivery, ledger, comm, task.layout, one_each, clock, layers)
     state = replace(state, round=number, ints=ints)
     if algorithm.meta is not None and ledger.meta is not None:
         with clock("meta"):
@@ -215,7 +223,9 @@ def run_round(
     state.memory.commit()
     length = state.model_N.numel() // comm.size
     sound = bool(state.model_N[comm.rank * length : (comm.rank + 1) * length].sum().isfinite())
-    return state, sum_up(number, delivery, seen, sound, task.layout.params, comm, comm.sent - sent, clock)
+    report = sum_up(number, delivery, seen, sound, task.layout.params, comm, comm.sent - sent, clock)
+    up, down = traffic(algorithm.local, task.layout.length, task.layout.params, ints.numel(), delivery)
+    return state, replace(report, client_bytes_up=up, client_bytes_down=down)
 
 
 @torch.no_grad()  # a job's gradients switch it on; a rule's own arithmetic must not leave a graph in the sums
@@ -314,7 +324,7 @@ def move_model(
     delivery: Delivery,
     ledger: Ledger,
     comm: Comm,
-    params: int,
+    layout: Layout,
     one_each: bool,
     clock: Clock,
     layers: Layers | None = None,
@@ -323,7 +333,9 @@ def move_model(
 
     Returns what was seen of this rank's slice, where `layers` are given also of each.
     """
-    seen, sends = Seen.nothing(state.model_N.device, layers), algorithm.local.sends
+    seen, sends, params = Seen.nothing(state.model_N.device, layers), algorithm.local.sends, layout.params
+    asked = trained_spans(layout) if algorithm.mask.layers else ()
+    votes = LayerVotes(asked, len(delivery.used), state.model_N.device)
     under_way: list[Wait] = []
     final = not any(channel.to == "model" for channel in sends)  # what has been applied may go
 
@@ -332,17 +344,21 @@ def move_model(
         if ledger.wire is not None:
             ledger.wire.round_sums(state.unsent["sums"], delivery.weight, bucket)
 
+    def count_layers(pieces: Iterator[tuple[int, Tensor]]) -> None:
+        votes.add(pieces)
+        comm.sum(votes.counts)
+
     if ledger.wire is not None:
         ledger.wire.remember(state.model_N)
-    also = list(ledger.channels.values())
-    pieces = reduce(comm, ledger.deltas, params, delivery.weight, one_each, also, prepare)
+    also, look = list(ledger.channels.values()), count_layers if algorithm.mask.layers else None
+    pieces = reduce(comm, ledger.deltas, params, delivery.weight, one_each, also, prepare, look)
     while True:
         with clock("reduce"):
             part = next(pieces, None)
         if part is None:
             break
         with clock("server"):
-            apply(part, state, algorithm, params, delivery, seen)
+            apply(part, state, algorithm, params, delivery, seen, votes)
         if part.completes is not None and final:
             with clock("gather"):
                 under_way.append(start_gather(state, ledger, comm, part.completes))
@@ -367,15 +383,24 @@ def start_gather(state: State, ledger: Ledger, comm: Comm, bucket: slice) -> Wai
     return ledger.wire.start_gather(state.model_N, state.unsent["model"], bucket)
 
 
-def apply(part: Part, state: State, algorithm: Algorithm, params: int, delivery: Delivery, seen: Seen) -> None:
-    """Move one piece of the model by the masked mean; count the elements kept and the votes into `seen`."""
+def apply(
+    part: Part,
+    state: State,
+    algorithm: Algorithm,
+    params: int,
+    delivery: Delivery,
+    seen: Seen,
+    votes: LayerVotes,
+) -> None:
+    """Move one piece of the model by the masked mean; count the elements kept and the votes into `seen`. `votes` are
+    those of whole layers, where the mask asks for them."""
     w = state.model_N[part.start : part.stop]
     if part.start >= params:
         w.add_(part.mean)  # buffers: averaged, never masked, never touched by the server's rule
         return
     assert part.votes is not None, "deltas are voted on"
     clients = len(delivery.used)
-    mask = algorithm.mask(part.votes, clients, part.mean, part.square)
+    mask = algorithm.mask.over(part.start, part.votes, clients, part.mean, part.square, votes)
     seen.kept.add_(mask.floor().sum())
     sizes = part.votes.abs_()  # nothing asks for their signs any more
     seen.votes.add_(add_votes(sizes))
@@ -424,6 +449,19 @@ def take_meta_step(state: State, step: MetaStep, task: Task, tally: Tally, comm:
         if part.start < task.layout.params:
             state.model_N[part.start : part.stop].sub_(part.mean.mul_(step.lr))
     comm.gather(state.model_N)
+
+
+def traffic(rule: LocalRule, length: int, params: int, ints: int, delivery: Delivery) -> tuple[int, int]:
+    """Return the bytes that the clients of a round upload and download: what a server and devices would exchange.
+
+    Every client drawn downloads the model with its buffers, in float32, and the vectors that all clients see. One that
+    delivers uploads its delta, buffers included, and a vector per channel. Votes and squares are functions of a delta,
+    so a mask adds nothing; a client's memory never travels; single numbers (samples, loss, steps) are not counted.
+    """
+    model, vector = 4 * length + 8 * ints, 4 * params
+    shared = sum(channel.to == "shared" for channel in rule.sends)
+    up = len(delivery.used) * (model + vector * len(rule.sends))
+    return up, (len(delivery.used) + len(delivery.dropped)) * (model + vector * shared)
 
 
 def sum_up(

@@ -42,6 +42,7 @@ from .errors import CommonError, RunError, UserError, unknown
 from .feed import make_feed
 from .folder import CONFIG, FINISHED, MODEL, write
 from .heap import keep_freed
+from .local import RULES
 from .log import Log, read_records, record, report_of, sink_names
 from .masks import MaskKnobs
 from .measure import Asked, ask, attack, check_folder, measure_names, scored
@@ -59,6 +60,7 @@ from .stop import Stop, Stopped, in_words
 from .tally import SUMS, WIRES, check_wire
 from .task import Task
 from .together import Together
+from .trial import try_algorithm, try_rule
 from .work import Work, make_share
 
 warnings = logging.getLogger("fedmpi")
@@ -109,6 +111,7 @@ class Prepared:
 def prepare(cfg: Config, given: Given = NOTHING) -> Prepared:
     """Check everything that needs neither data nor other ranks; a `UserError` names the first mistake."""
     check(cfg)
+    check_threshold(cfg, given.row)
     cfg = resolve(cfg, given.row)
     try:
         check(cfg)  # once more, for what a row of the user's own has filled in
@@ -143,10 +146,24 @@ def prepare(cfg: Config, given: Given = NOTHING) -> Prepared:
     if cfg.out == "":
         raise UserError("--out is ''; name a folder, or leave it out")
     out = Path(default_folder(cfg, given.row) if cfg.out is None else cfg.out).expanduser()
-    algorithm = given.algorithm if isinstance(given.algorithm, Algorithm) else build(cfg)
+    if isinstance(given.algorithm, Algorithm):
+        algorithm = given.algorithm
+        try_algorithm(algorithm)
+    else:
+        algorithm = build(cfg)
     model = None if cfg.model is None or given.model is not None else find_model(cfg.model)
     measures = tuple(measure_names(cfg.evaluate))
     return Prepared(cfg, algorithm, model, work, sink_names(cfg.log), out, given, measures)
+
+
+def check_threshold(cfg: Config, row: Row | None) -> None:
+    """Refuse a threshold that nothing reads: no mask was named, and the algorithm averages plainly."""
+    row = row or find_row(cfg.algorithm)
+    if cfg.tau and cfg.mask is None and row.mask == "mean" and "agreement" not in measure_names(cfg.evaluate):
+        raise UserError(
+            f"--tau is {cfg.tau:g}, but {cfg.algorithm} averages plainly unless a mask is named; add --mask gma (or "
+            "and, sand), or leave --tau out"
+        )
 
 
 def settle(cfg: Config, place: Place) -> torch.device:
@@ -198,6 +215,10 @@ def run(
         check_memory_folder(prepared)
         asked = ask(prepared.measures, data, task)
     cfg = prepared.cfg
+    rule = "of your own" if isinstance(prepared.given.algorithm, Algorithm) else str(cfg.local.rule)
+    if rule not in RULES:
+        with agreed(comm):  # once every rank has its model: ranks that are threads share torch's generator
+            try_rule(rule, prepared.algorithm.local, task, prepared.work)
     facts = facts_of(prepared, task, data, meta, device)
     compare_ranks(facts, comm)
     taken = ""

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .errors import UserError, unknown
-from .plugins import find, one_line, refuse
+from .plugins import find, raised, refuse
 from .rates import Rate, as_rate
 
 Moments = Mapping[str, Tensor]
@@ -172,7 +172,7 @@ def try_out(name: str, rule: ServerRule) -> None:
         raise
     except (Exception, SystemExit) as error:
         raise UserError(
-            f"server rule '{name}' raised {type(error).__name__} in a step on six elements: {one_line(error)}"
+            f"server rule '{name}' raised {raised(error)} in a step on six elements"
         ) from error
     if not torch.equal(whole, parts):
         raise UserError(f"server rule '{name}' is not elementwise: each rank has a piece of the model and no more")

@@ -52,6 +52,7 @@ def data_row(make: Callable[[Path | None], Arrays]) -> DataRow:
 def settings_of(out: Path, **changes: Any) -> Config:
     """A run of three rounds on the tiny data: a fraction of a second."""
     cfg = Config(
+        mask="gma",
         data="tiny",
         split="iid",
         model="logistic",

@@ -37,6 +37,7 @@ RANK_NAMES = (b"LOCAL_RANK=", b"PMI_RANK=")
 LAUNCHERS, ALGORITHMS = ("torchrun", "mpiexec"), ("scaffold", "fedyogi")
 FOREIGN = ("SLURM_", "PMI", "MPI_", "OMPI_", "SUBMITIT_", "TORCHELASTIC_", "FEDMPI_")
 OPTIONS = "--data glyphs --model logistic --clients 24 --cohort 6 --local.steps 3 --eval.samples 100 --eval.every 3"
+OPTIONS += " --mask gma"
 KILLS_A_RUN = 8
 HUNG_SECONDS = 90.0  # without a new process or a new round: nothing here takes that long
 QUIET_SECONDS = 5.0  # after the end, for processes on their way out

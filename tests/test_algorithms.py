@@ -113,7 +113,7 @@ def test_fedavg_with_momentum_by_hand() -> None:
 
 def test_gma_keeps_a_third_of_what_a_third_agrees_on_by_hand() -> None:
     # tau 0.4, the table's own: -9/32 / 3 = -3/32
-    end = hand("fedavg", mask=None)
+    end = hand("fedavg", mask="gma")
     assert end.w == near(1.5625, 0.90625)
     assert end.reports[0].kept == 0.5
 

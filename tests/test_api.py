@@ -302,8 +302,9 @@ def put_together(**changes: Any) -> Algorithm:
 
 def test_an_algorithm_by_name_as_a_row_and_from_rules_are_the_same() -> None:
     row = Row("sgd", "adam", local_lr=0.1, server_lr=0.02, local_momentum=0.0)
-    given = [put_together(), row, "fedadam"]
-    results = [train(linear(), pairs(), algorithm=algorithm) for algorithm in given]
+    masked = {"mask": "gma"}
+    given: list[tuple[Any, dict[str, str]]] = [(put_together(), {}), (row, masked), ("fedadam", masked)]
+    results = [train(linear(), pairs(), algorithm=algorithm, **mask) for algorithm, mask in given]
     assert same(results[0], results[1]) and same(results[0], results[2])
     assert [r.config.algorithm for r in results] == ["own", "own", "fedadam"]
     assert not same(results[0], train(linear(), pairs()))
@@ -319,7 +320,7 @@ def test_knobs_override_a_row() -> None:
 def test_an_algorithm_with_a_meta_step() -> None:
     stepping = put_together(server=make_server("sgd", ServerKnobs()), meta=MetaStep(0.05))
     result = train(linear(), pairs(), algorithm=stepping, meta={"size": 10})
-    assert same(result, train(linear(), pairs(), algorithm="fedmeta", meta={"size": 10, "lr": 0.05}))
+    assert same(result, train(linear(), pairs(), algorithm="fedmeta", mask="gma", meta={"size": 10, "lr": 0.05}))
     assert not same(result, train(linear(), pairs(), algorithm=replace(stepping, meta=None), meta={"size": 10}))
     said = refused(linear(), pairs(), algorithm=stepping)
     assert said == "the algorithm has a meta step, but meta is without a size; give meta={'size': SAMPLES}"
@@ -329,7 +330,7 @@ def test_an_algorithm_with_a_memory() -> None:
     rule = make_local("scaffold", LocalKnobs(lr=0.1, momentum=0.0))
     server = make_server("sgd", ServerKnobs())
     a = train(linear(), pairs(), algorithm=put_together(local=rule, server=server), rounds=3)
-    assert same(a, train(linear(), pairs(), algorithm="scaffold", rounds=3))
+    assert same(a, train(linear(), pairs(), algorithm="scaffold", mask="gma", rounds=3))
 
 
 # Knobs
@@ -343,7 +344,7 @@ def test_groups_are_dicts_dataclasses_or_dotted() -> None:
     ]
     assert same(results[0], results[1]) and same(results[0], results[2])
     assert all(r.config.local.batch == 8 and r.config.local.momentum == 0.9 for r in results)
-    assert train(linear(), pairs(), rounds=np.int64(1), tau=np.float32(0.5)).config.tau == 0.5
+    assert train(linear(), pairs(), rounds=np.int64(1), mask="gma", tau=np.float32(0.5)).config.tau == 0.5
     scored = train(linear(), pairs(), rounds=3, eval=Eval(every=2, samples=20)).history
     assert [h["test_accuracy"] is not None for h in scored] == [False, True, True]
 
@@ -695,7 +696,7 @@ told = t.calls(rank, out)
 wrong = t.linear(features=5), t.linear(features=4 + rank), t.linear()  # on both ranks, on one, on one before it begins
 for model, tau in zip(wrong, (0, 0, 2 * rank)):
     try:
-        t.train(model, t.pairs(), tau=tau)
+        t.train(model, t.pairs(), mask="gma", tau=tau)
     except UserError as error:
         told.append(str(error))
 told.append(t.numbers(t.train("logistic", t.pairs())))  # and on they go

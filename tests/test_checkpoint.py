@@ -65,7 +65,7 @@ def each(every: int | None = 1, minutes: float = 0.0, keep: int = 2) -> Checkpoi
 
 def made(name: str) -> Algorithm:
     """A row of the table, with the moments that its knobs can switch on."""
-    return build(resolve(Config(algorithm=name, rounds=4)))
+    return build(resolve(Config(algorithm=name, mask="gma", rounds=4)))
 
 
 def whole(states: list[State]) -> dict[str, Any]:

@@ -51,7 +51,8 @@ from fedmpi.stop import Stopped
 from fedmpi.task import each_class
 from fedmpi.work import Work
 
-KEYS = ["round", "clients", "train_loss", "kept", "agreement", "bytes_sent", "seconds", "test_loss"]
+KEYS = ["round", "clients", "train_loss", "kept", "agreement", "bytes_sent", "seconds"]
+KEYS += ["client_bytes_up", "client_bytes_down", "test_loss"]
 KEYS += ["dropped_clients", "dropped", "test_accuracy"]
 EVERY_ROUND = {"below_tau", "layers"}
 SCORED = {"clients_accuracy", "train_accuracy", "train_sample_loss"}

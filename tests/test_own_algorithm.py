@@ -28,11 +28,12 @@ PAGE = (REPO / "docs" / "own-algorithm.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 TEST = "# test_my_rules.py\n"
 TINY = "--data tiny --split iid --model logistic --clients 8 --cohort 5 --local.batch 10 --rounds 4 --log none".split()
-NAMES = ("agreement", "carry", "fedlion", "lion", "nesterov", "signal")
+NAMES = ("above_median", "agreement", "carry", "fedlion", "lion", "nesterov", "signal")
 CHOICES = {
     "local": "--local.rule my_rules:nesterov",
     "mask": "--mask my_rules:agreement",
     "second moment": "--mask my_rules:signal",
+    "layers": "--mask my_rules:above_median",
     "server": "--server.rule my_rules:lion --server.lr 0.001",
     "memory": "--local.rule my_rules:carry",
     "row": "--algorithm my_rules:fedlion --tau 0.3",
@@ -140,7 +141,10 @@ def test_the_pages_own_test_passes() -> None:
             "server rule 'my_rules:loin': module 'my_rules' has no 'loin'; did you mean 'lion'?",
         ),
         ("--mask broken:agreement", "mask 'broken:agreement': importing its module raised SyntaxError: "),
-        ("--mask wrong:keep", "mask 'wrong:keep' raised TypeError when it was given its knobs: "),
+        (
+            "--mask wrong:keep",
+            "mask 'wrong:keep' raised TypeError: keep() missing 1 required positional argument: 'clients' when it was ",
+        ),
         ("--local.rule my_rules:fedlion", "local rule 'my_rules:fedlion' is Row; it must be a function of the knobs"),
         ("--algorithm my_rules:lion", "algorithm 'my_rules:lion' is function; it must be a fedmpi.algorithms.Row"),
         ("--server.rule wrong:step", "server rule 'wrong:step' returned function; it must return a ServerRule"),

@@ -175,13 +175,13 @@ def test_a_module_in_a_package(tmp_path: Path) -> None:
         ("mine:number", "mask 'mine:number' is int; it must be a function of the knobs"),
         (
             "mine:takes_two",
-            "mask 'mine:takes_two' raised TypeError when it was given its knobs: takes_two() missing 1 required "
-            "positional argument: 'more'; it must take one argument, a MaskKnobs, and return what "
+            "mask 'mine:takes_two' raised TypeError: takes_two() missing 1 required positional argument: 'more' "
+            "when it was given its knobs; it must take one argument, a MaskKnobs, and return what "
             "docs/own-algorithm.md describes",
         ),
         (
             "mine:raises",
-            "mask 'mine:raises' raised ZeroDivisionError when it was given its knobs: made for this test; it must ...",
+            "mask 'mine:raises' raised ZeroDivisionError (mine.py, line ...",
         ),
         (
             "mine:returns_a_word",
@@ -193,11 +193,11 @@ def test_a_module_in_a_package(tmp_path: Path) -> None:
             "mask 'mine:returns_nothing' returned NoneType; it must return a Mask, or a function of votes and clients: "
             "see docs/own-algorithm.md",
         ),
-        ("mine:slow_record", "mask 'mine:slow_record' raised TypeError on the votes of two clients: ..."),
-        ("mine:wants_more", "mask 'mine:wants_more' raised TypeError on the votes of two clients: ..."),
+        ("mine:slow_record", "mask 'mine:slow_record' raised TypeError: ..."),
+        ("mine:wants_more", "mask 'mine:wants_more' raised TypeError: ..."),
         (
             "mine:whole",
-            "mask 'mine:whole' returned torch.int8 of shape (5,); it must be torch.float32 of the shape of the votes",
+            "mask 'mine:whole' returned torch.int8 of shape (41,); it must be torch.float32 of the shape of the votes",
         ),
         (
             "mine:too_short",
@@ -205,10 +205,9 @@ def test_a_module_in_a_package(tmp_path: Path) -> None:
         ),
         (
             "mine:too_much",
-            "mask 'mine:too_much' returned [2.0, 1.0, 0.0, 1.0, 2.0] for votes [-2, -1, 0, 1, 2]; "
-            "it must keep to 0 ... 1",
+            "mask 'mine:too_much' returned 4 for -4 votes of 4 clients; it must keep to 0 ... 1",
         ),
-        ("mine:not_a_number", "mask 'mine:not_a_number' returned [nan, nan, nan, nan, nan] for votes ..."),
+        ("mine:not_a_number", "mask 'mine:not_a_number' returned nan for -4 votes of 4 clients; it must keep ..."),
         (
             "gmaa",
             "unknown mask 'gmaa'; did you mean 'gma'? known: and, gma, mean, sand, or your own as ...",
@@ -269,7 +268,8 @@ def test_a_server_rule_that_cannot_step_is_refused_before_anything_is_written(
 ) -> None:
     assert main(["train", *QUICK, "--out", "run", "--server.rule", "mine:limping"]) == 2
     said = capsys.readouterr().err
-    assert said == "fedmpi: server rule 'mine:limping' raised KeyError in a step on six elements: 'nothing'\n"
+    assert said.startswith("fedmpi: server rule 'mine:limping' raised KeyError (mine.py, line ")
+    assert said.endswith("): 'nothing' in a step on six elements\n") and said.count("\n") == 1
     assert not Path("run").exists()
 
 
@@ -441,8 +441,8 @@ def test_a_function_gets_what_its_parameters_name_and_nothing_else() -> None:
             "parameters need a default",
         ),
         (takes_some, {}, "model 'm' asks for classes; there is nothing to ask for by these names"),
-        (lambda: 1 / 0, OFFERED, "model 'm' raised ZeroDivisionError: division by zero"),
-        (lambda: sys.exit(4), OFFERED, "model 'm' raised SystemExit: 4"),
+        (lambda: 1 / 0, OFFERED, "model 'm' raised ZeroDivisionError (test_plugins.py, line "),
+        (lambda: sys.exit(4), OFFERED, "model 'm' raised SystemExit (test_plugins.py, line "),
     ],
 )
 def test_a_function_that_cannot_be_called_with_the_offers_is_told(make: Any, offered: dict, sentence: str) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from federation import SIZES, algorithm, federate, plain_model, plan, tasks
+from federation import SIZES, algorithm, federate, norm_model, plain_model, plan, tasks
 
 from fedmpi.cohort import draw
 from fedmpi.comm import Comm, SoloComm
@@ -15,13 +15,13 @@ from fedmpi.comm.node import share_node
 from fedmpi.comm.threads import ThreadComm, run_threads
 from fedmpi.errors import CommonError, RunError, UserError
 from fedmpi.evaluate import evaluate
-from fedmpi.local import Channel, Job, LocalResult, LocalRule, nova, scaffold, sgd
+from fedmpi.local import Channel, Job, LocalResult, LocalRule, fedgma2021, nova, scaffold, sgd
 from fedmpi.local.descent import Descent
 from fedmpi.masks import MASKS, MaskKnobs
 from fedmpi.rounds import State, begin, largest, rounds
 from fedmpi.server import RULES, Moments, ServerRule
 from fedmpi.tally import Tally
-from fedmpi.task import Task
+from fedmpi.task import ModelJob, Task
 
 LENGTH = tasks(1)[0].layout.length
 PARAMS = tasks(1)[0].layout.params
@@ -666,3 +666,33 @@ def test_the_same_error_of_many_clients_has_one_traceback(caplog: pytest.LogCapt
         federate(1, algorithm(local=LocalRule(run)))
     assert caplog.text.count("its training raised TypeError('as a test')") == 5
     assert caplog.text.count("Traceback") == 1
+
+
+# What clients would send
+
+
+def test_what_clients_upload_and_download_by_hand() -> None:
+    """The model has 36 * 3 + 3 parameters; norm_model 30 + 6 + 147, two float buffers of 3 and a counter."""
+    control, gradient = scaffold(Descent(0.05, 0.0)), fedgma2021(Descent(0.05, 0.0))
+    for rule, up, down in ((None, 111, 111), (control, 222, 222), (gradient, 222, 111)):
+        for size in (1, 3):
+            _, reports = federate(size, algorithm(local=rule), plan(rounds=1), plain_model)
+            assert (reports[0].client_bytes_up, reports[0].client_bytes_down) == (5 * 4 * up, 5 * 4 * down)
+    for mask in ("mean", "sand"):
+        _, reports = federate(2, algorithm(mask), plan(rounds=1), norm_model)
+        both = 5 * (4 * (30 + 6 + 147 + 6) + 8)
+        assert (reports[0].client_bytes_up, reports[0].client_bytes_down) == (both, both)
+
+
+def test_a_client_that_is_left_out_has_downloaded_and_not_uploaded() -> None:
+    victim = FIRST.cids[2]
+
+    def fails(job: ModelJob) -> LocalResult:
+        if job.cid == victim:
+            raise ValueError("made for this test")
+        return sgd(0.05)(job)
+
+    for size in (1, 2):
+        _, reports = federate(size, algorithm(local=LocalRule(fails)), plan(rounds=1), plain_model)
+        assert reports[0].dropped == (victim,)
+        assert (reports[0].client_bytes_up, reports[0].client_bytes_down) == (4 * 444, 5 * 444)

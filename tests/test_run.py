@@ -42,6 +42,8 @@ FILES = {"config.yaml", "environment.json", "partition.json", "metrics.jsonl", "
 FILES |= {"checkpoints", "starts.jsonl", "lock"}
 KEYS = {
     "round",
+    "client_bytes_up",
+    "client_bytes_down",
     "test_accuracy",
     "test_loss",
     "train_loss",
@@ -493,10 +495,13 @@ def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "folder"),
     [
-        ({}, "runs/fedavg-gma-glyphs-0"),
-        ({"local": Local(rule="prox")}, "runs/fedavg-prox-gma-glyphs-0"),
-        ({"local": Local(rule="prox"), "server": Server(rule="yogi"), "seed": 3}, "runs/fedavg-prox-yogi-gma-glyphs-3"),
-        ({"algorithm": "fedprox", "local": Local(rule="prox"), "mask": "mean"}, "runs/fedprox-mean-glyphs-0"),
+        ({}, "runs/fedavg-mean-glyphs-0"),
+        ({"local": Local(rule="prox")}, "runs/fedavg-prox-mean-glyphs-0"),
+        (
+            {"local": Local(rule="prox"), "server": Server(rule="yogi"), "seed": 3},
+            "runs/fedavg-prox-yogi-mean-glyphs-3",
+        ),
+        ({"algorithm": "fedprox", "local": Local(rule="prox"), "mask": "gma"}, "runs/fedprox-gma-glyphs-0"),
     ],
 )
 def test_the_default_folder_names_the_rules_that_are_not_the_algorithms_own(changes: dict, folder: str) -> None:
@@ -528,3 +533,17 @@ def test_ranks_with_other_models_data_or_splits_are_refused_on_all_of_them() -> 
 
         expected = f"ranks [1] have another {what} than rank 0; give all ranks the same" if what else ""
         assert run_threads(2, work) == [expected] * 2
+
+
+def test_a_threshold_that_no_mask_reads_is_refused() -> None:
+    for changes in ({"tau": 0.3}, {"algorithm": "scaffold", "tau": 0.9}):
+        with pytest.raises(UserError, match="averages plainly unless a mask is named; add --mask gma"):
+            prepare(Config(**changes))
+    for changes in (
+        {"tau": 0.3, "mask": "gma"},
+        {"tau": 0.3, "mask": "mean"},
+        {"tau": 0.0},
+        {"tau": 0.3, "evaluate": "agreement"},
+        {"tau": 0.3, "algorithm": "fedgma2021"},
+    ):
+        prepare(Config(**changes))

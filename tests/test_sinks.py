@@ -193,7 +193,7 @@ def test_all_tools_have_the_numbers_of_metrics_jsonl(lived: Lived) -> None:
 
 
 def test_they_know_the_configuration_the_name_and_the_tags(lived: Lived) -> None:
-    tags = {"algorithm": "fedavg", "mask": "gma", "data": "glyphs", "seed": "0", "fedmpi": __version__}
+    tags = {"algorithm": "fedavg", "mask": "mean", "data": "glyphs", "seed": "0", "fedmpi": __version__}
     run, told = lived.mlflow[0][0], last_of(lived.wandb[0], "run")
     assert {name: yaml.safe_load(value) for name, value in run.data.params.items()} == lived.config
     assert {name: value for name, value in told["config"]["update"].items() if name[0] != "_"} == lived.config

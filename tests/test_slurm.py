@@ -15,7 +15,7 @@ from matrix import SMALL
 
 pytestmark = [pytest.mark.launchers, pytest.mark.timeout(300)]
 
-TRAIN = [sys.executable, "-m", "fedmpi", "train", *SMALL, "--algorithm", "fedyogi"]
+TRAIN = [sys.executable, "-m", "fedmpi", "train", *SMALL, "--algorithm", "fedyogi", "--mask", "gma"]
 TWO_NODES = ["srun", "--nodes=2", "--ntasks-per-node=1", "--time=3"]
 
 

@@ -31,6 +31,7 @@ from fedmpi.stop import ALL, KINDS, Stop, Stopped, in_words
 
 ROUNDS = 150
 RUN = "-m fedmpi train --data glyphs --model logistic --clients 24 --cohort 6 --local.steps 3 --algorithm scaffold"
+RUN += " --mask gma"
 RUN += f" --rounds {ROUNDS} --eval.every 50 --eval.samples 100 --threads 1 --log_to none --checkpoint.minutes 0"
 ON_RANK = (b"LOCAL_RANK=", b"PMI_RANK=")
 

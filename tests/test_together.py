@@ -21,6 +21,7 @@ from fedmpi.config import Local, Step
 from fedmpi.errors import RunError, UserError
 from fedmpi.feed import Batch, make_feed
 from fedmpi.local import Descent, Job, LocalResult, LocalRule, fedgma2021, nova, prox, scaffold, sgd, uga
+from fedmpi.memory import Memory
 from fedmpi.rounds import Plan, Report, State, begin, rounds
 from fedmpi.run import prepare, run
 from fedmpi.task import Task
@@ -312,3 +313,18 @@ def test_no_more_seats_are_made_than_clients_train_in_a_round(
     outcome = run(prepare(settings_of(tmp_path / "many", step=Step(together=1000))), SoloComm(), ALONE, CPU, {})
     assert isinstance(outcome.task, Together) and len(outcome.task.seats) == 4
     assert "step: contiguous, float32, 4 clients at once\n" in capsys.readouterr().out
+
+
+def test_memories_beyond_the_limit_are_not_mistaken_for_written_ones(tmp_path: Path) -> None:
+    """Rows in a file share one block of memory: what one client keeps must not count as a write to another's."""
+
+    def end(limit: int) -> Tensor:
+        algo = algorithm(local=scaffold(Descent(0.05, 0.0)))
+        ours = task(plain_model, at_once=3, dtype=torch.float32)
+        state = begin(ours, algo, SoloComm(), Memory(algo.local.keeps, ours.layout.params, limit, tmp_path))
+        for after, report in rounds(state, plan(rounds=3, cohort=7), algo, ours, SoloComm()):
+            state = after
+            assert not report.dropped
+        return state.model_N.clone()
+
+    assert torch.equal(end(limit=0), end(limit=1 << 40))

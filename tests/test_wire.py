@@ -64,7 +64,7 @@ def total(states: list[State]) -> Tensor:
 @pytest.mark.parametrize("name", ["fedavg", "scaffold", "fedgma2021", "fedmeta", "fedadam"])
 def test_every_rank_has_the_same_model_and_it_is_nearly_that_of_float32(name: str) -> None:
     meta = np.arange(9) if ALGORITHMS[name].meta_size else None
-    algo = build(resolve(Config(algorithm=name, rounds=4)))
+    algo = build(resolve(Config(algorithm=name, mask="gma", rounds=4)))
     results = federate(3, narrow(), algo, meta)
     first = results[0][0].model_N
     assert all(torch.equal(state.model_N, first) for state, _ in results)
@@ -87,7 +87,7 @@ def test_sums_and_model_travel_in_half_the_bytes(size: int) -> None:
 @pytest.mark.parametrize("name", ["fedavg", "fedgma2021", "scaffold"])
 def test_buckets_change_no_bit(name: str, how: str, wire: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is folded, sent, added up and gathered in buckets is what goes in one piece."""
-    algo, asked = build(resolve(Config(algorithm=name, rounds=4))), narrow(sum=how, wire=wire)
+    algo, asked = build(resolve(Config(algorithm=name, mask="gma", rounds=4))), narrow(sum=how, wire=wire)
     one = federate(3, asked, algo)[0]
     monkeypatch.setattr("fedmpi.reduce.SMALLEST", 5)
     monkeypatch.setattr("fedmpi.reduce.PIECE", 7)
