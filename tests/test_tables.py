@@ -219,7 +219,7 @@ def test_latex_is_balanced_and_has_nothing_special_left(table: Table) -> None:
     assert body.count("&") == (len(table.columns) - 1) * (len(table.rows) + 1)
     assert not re.search(r"^\s*[\[*]", text, re.MULTILINE), "nothing behind a row is taken for its option"
     known = "begin end centering caption toprule midrule bottomrule par smallskip footnotesize textbf pm char textless"
-    known += " textgreater textbar textbackslash textasciitilde textasciicircum"
+    known += " textgreater textbar textbackslash textasciitilde textasciicircum dag ddag S P"
     assert set(re.findall(r"\\([a-zA-Z]+)", text.replace("\\\\", ""))) <= set(known.split())
 
 

@@ -14,6 +14,14 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class Mark:
+    """A sign behind a cell, and what it means: tables have that in a note, CSV in a column of its own."""
+
+    sign: str
+    meaning: str
+
+
+@dataclass(frozen=True)
 class Number:
     """A number, or the mean of several with their standard deviation."""
 
@@ -27,6 +35,7 @@ class Number:
     """whether it is the better of a pair, which is shown in bold"""
     note: str = ""
     """a few words behind it: 2 of 3"""
+    mark: Mark | None = None
 
 
 @dataclass(frozen=True)
@@ -38,6 +47,7 @@ class Difference:
     high: float | None = None
     digits: int = 4
     percent: bool = False
+    mark: Mark | None = None
 
 
 @dataclass(frozen=True)
@@ -100,11 +110,12 @@ def show(cell: Cell) -> str:
 
     if isinstance(cell, Interval):
         return f"{text(cell.low)} to {text(cell.high)}"
+    sign = "" if cell.mark is None else f" {cell.mark.sign}"
     if isinstance(cell, Difference):
         ends = [text(end, "+") for end in (cell.low, cell.high) if end is not None]
-        return text(cell.value, "+") + (f" ({' to '.join(ends)})" if ends else "")
+        return text(cell.value, "+") + (f" ({' to '.join(ends)})" if ends else "") + sign
     sd = "" if cell.sd is None else f" ± {text(cell.sd)}"
-    return text(cell.value) + sd + (f" ({cell.note})" if cell.note else "")
+    return text(cell.value) + sd + (f" ({cell.note})" if cell.note else "") + sign
 
 
 def is_better(cell: Cell) -> bool:
@@ -208,9 +219,10 @@ def raw(cell: Cell) -> dict[str, str | float]:
         return {" low": cell.low, " high": cell.high}
     found: dict[str, str | float | None] = {"": cell.value}
     if isinstance(cell, Number):
-        found |= {" sd": cell.sd, " note": one_line(cell.note) or None}
+        notes = [cell.note, cell.mark.meaning if cell.mark else ""]
+        found |= {" sd": cell.sd, " note": one_line("; ".join(filter(None, notes))) or None}
     if isinstance(cell, Difference):
-        found |= {" low": cell.low, " high": cell.high}
+        found |= {" low": cell.low, " high": cell.high, " note": one_line(cell.mark.meaning) if cell.mark else None}
     return {suffix: value for suffix, value in found.items() if value is not None}
 
 
@@ -229,6 +241,10 @@ LATEX = {c: f"\\{c}" for c in "{}$&#_%"} | {
     "]": "{]}",
     "*": "{*}",
     "±": r"$\pm$",
+    "†": r"\dag{}",
+    "‡": r"\ddag{}",
+    "§": r"\S{}",
+    "¶": r"\P{}",
 }
 
 

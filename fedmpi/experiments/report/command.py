@@ -65,11 +65,13 @@ def main(arguments: list[str]) -> int:
     out = Path(asked.out).expanduser()
     check_place(out)
     runs = find_runs([Path(name).expanduser() for name in asked.runs])
-    files = make(runs, asked, shlex.join(["fedmpi", "report", *arguments]))
+    files, warnings = make(runs, asked, shlex.join(["fedmpi", "report", *arguments]))
     bind(out, files)
     count = sum(name.startswith("figures/") for name in files)
     tables = len(files) - count - 1
     print(f"wrote {out / 'index.html'}: {many(len(runs), 'run')}, {count} files of pictures and {tables} of tables")
+    for text in warnings:
+        print(text)
     return 0
 
 
@@ -101,8 +103,8 @@ def kinds(formats: str) -> list[str]:
     return list(dict.fromkeys(wanted))
 
 
-def make(runs: Sequence[Run], asked: Asked, command: str) -> Files:
-    """The files of a report by their names."""
+def make(runs: Sequence[Run], asked: Asked, command: str) -> tuple[Files, list[str]]:
+    """Return the files of a report by their names, and what a reader of the terminal must know of them."""
     sweep = common_sweep(runs)
     cells = chosen_cells(runs[0].sweep) if sweep else []
     groups = [one for one in group(list(runs)) if not cells or is_chosen(one, cells)]
@@ -111,6 +113,7 @@ def make(runs: Sequence[Run], asked: Asked, command: str) -> Files:
     material = Material(shown, arrange(groups), sweep, targets(asked, sweep, shown), asked.smooth)
     sections = gathered([*([setup.choice(cells)] if cells else []), *contents(material)])
     files: Files = {}
+    warnings: list[str] = []
     drawn: dict[str, Drawn] = {}
     for part in flat(sections):
         if isinstance(part, Picture):
@@ -120,11 +123,12 @@ def make(runs: Sequence[Run], asked: Asked, command: str) -> Files:
             files |= {f"figures/{part.name}.{kind}": wide[kind] for kind in kinds(asked.formats)}
         if isinstance(part, Named):
             files |= {f"tables/{part.name}.{kind}": FORMS[kind](part.table).encode() for kind in WRITTEN}
+            warnings += [f"{part.name}: {text}" for text in published.differing(part.table)]
     sections.append(setup.source(material, command, list(files)))
     files["index.html"] = page(
         asked.title or heading(shown, sweep), lead(sweep), facts(shown, groups), sections, drawn
     ).encode()
-    return files
+    return files, warnings
 
 
 def targets(asked: Asked, sweep: Mapping[str, Any], runs: Sequence[Run]) -> list[float]:

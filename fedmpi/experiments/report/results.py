@@ -8,6 +8,7 @@ are not done have no part in a mean, unless none of the group is.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..measures import Measure, in_order, mean_of, measure, total_bytes, total_seconds
@@ -15,7 +16,8 @@ from ..records import DEFAULTS
 from ..runs import Group, counted, differences, word
 from ..stats import summarise
 from ..sweep.grid import label_of
-from ..tables import Cell, Difference, Missing, Number, Table
+from ..tables import Cell, Difference, Mark, Missing, Number, Table
+from .departures import Departures
 
 
 def values(group: Group, what: Measure) -> dict[int, float | None]:
@@ -150,9 +152,12 @@ def reach_table(groups: Sequence[Group], targets: Sequence[float]) -> Table:
     return Table("Rounds to reach a test metric", columns, rows, remarks(groups, measures))
 
 
-def published_table(groups: Sequence[Group], published: Mapping[str, Any], known: Collection[str]) -> Table | None:
+def published_table(
+    groups: Sequence[Group], published: Mapping[str, Any], known: Collection[str], departures: Departures | None = None
+) -> Table | None:
     """What a paper says beside what was measured, for the rows and columns of a table that a sweep.json names, with its
-    axes; None where it has no rows, as for a figure without numbers."""
+    axes; None where it has no rows, as for a figure without numbers. `departures` marks runs that differ from the
+    recipe."""
     rows, name = published.get("rows") or [], published.get("measure", "best")
     if not rows or name == "curve":
         return None
@@ -165,23 +170,29 @@ def published_table(groups: Sequence[Group], published: Mapping[str, Any], known
         for label in labels:
             wanted = {**{key: label_of(row[key]) for key in axes if key in row}, axis: label}
             alike = [g for g in groups if wanted.items() <= g.first.labels.items()]
-            line += beside(row.get(label), alike, what, form((alike or groups)[0], what) if groups else {})
+            compared = len(alike) == 1 and label in row
+            mark = departures.mark(alike[0], wanted) if departures is not None and compared else None
+            line += beside(row.get(label), alike, what, form((alike or groups)[0], what) if groups else {}, mark)
         body.append(line)
     heads = [f"{label} {kind}" for label in labels for kind in ("published", "measured", "difference")]
     notes = [f"Published: {published['source']}."] if published.get("source") else []
     notes += ["Difference: measured - published.", *remarks(groups, [what])]
+    notes += departures.notes if departures is not None else []
     align = "l" * len(axes) + "r" * len(heads)
     return Table(f"Published and measured: {title(what, groups)}", [*axes, *heads], body, notes, align)
 
 
-def beside(said: Any, alike: Sequence[Group], what: Measure, shape: Mapping[str, Any]) -> list[Cell]:
+def beside(
+    said: Any, alike: Sequence[Group], what: Measure, shape: Mapping[str, Any], mark: Mark | None = None
+) -> list[Cell]:
     """A published number, the measured one, where there is one group for it, and their difference; `shape` is the form
-    of numbers. Accuracies are published in percent."""
+    of numbers, `mark` is for the last two. Accuracies are published in percent."""
     measured = cell(alike[0], what) if len(alike) == 1 else Missing("several" if alike else "-")
+    measured = replace(measured, mark=mark) if isinstance(measured, Number) else measured
     if not isinstance(said, int | float) or isinstance(said, bool):
         return [Missing() if said is None else word(said), measured, Missing()]
     value = round(said / 100, 12) if shape.get("percent") else float(said)
-    gap = Difference(measured.value - value, **shape) if isinstance(measured, Number) else Missing()
+    gap = Difference(measured.value - value, **shape, mark=mark) if isinstance(measured, Number) else Missing()
     return [Number(value, **shape), measured, gap]
 
 

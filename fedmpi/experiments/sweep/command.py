@@ -120,13 +120,13 @@ def check(asked: Asked) -> Todo:
         raise UserError(f"{' and '.join(useless)} cannot be used with --executor local; leave it out, or use slurm")
     if any(seed < 0 for seed in asked.seeds) or len(set(asked.seeds)) < len(asked.seeds):
         raise UserError(f"--seeds is {asked.seeds}; they must be different, and at least 0")
-    sweep = read_sweep(asked.file)
-    sweep = changed(replace(sweep, seeds=tuple(asked.seeds)) if asked.seeds else sweep, asked.set)
+    recipe = read_sweep(asked.file)
+    sweep = changed(replace(recipe, seeds=tuple(asked.seeds)) if asked.seeds else recipe, asked.set)
     chosen = narrowed(sweep, asked.only)
     if not chosen:
         raise UserError(f"--only {' '.join(asked.only)} leaves no run of sweep '{sweep.name}'")
     home = Path(f"runs/{sweep.name}" if asked.out is None else asked.out).expanduser().absolute()
-    todo = make_todo(sweep, chosen, home, local=asked.executor == "local")
+    todo = make_todo(sweep, chosen, home, local=asked.executor == "local", recipe=recipe)
     if asked.executor == "local" and not (asked.dry_run or asked.status):
         fetch_data(todo)
     return todo

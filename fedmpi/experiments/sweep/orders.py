@@ -1,9 +1,9 @@
 """What a sweep is to do: its points as checked configurations, and its folder.
 
-    runs/NAME/sweep.json       what runs belong to it, with their labels
-    runs/NAME/RUN/             a run folder for each point
-    runs/NAME/configs, logs    what each run is started with, and what it says (those of a job array are in slurm/)
-    runs/NAME/chosen.json      the best labels, where the file asks for a choice
+runs/NAME/sweep.json       what runs belong to it, with their labels
+runs/NAME/RUN/             a run folder for each point
+runs/NAME/configs, logs    what each run is started with, and what it says (those of a job array are in slurm/)
+runs/NAME/chosen.json      the best labels, where the file asks for a choice
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from ..records import flat
 from ..runs import IDLE, SWEEP, word
 from .grid import Point, Sweep, points
 from .pick import GIVEN_UP
+from .reference import LATER, make_reference, read_reference, write_reference
 
 CONFIGS, LOGS = "configs", "logs"
-LATER = ("model",)  # what a run fills in when it has its data
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,8 @@ class Todo:
     points: list[Point]
     configs: dict[str, Config]
     """of the points, checked"""
+    recipe: Sweep
+    """the sweep as its file has it, whatever the command line changes"""
 
     def run(self, point: Point) -> Path:
         """The run folder of a point."""
@@ -72,12 +74,13 @@ def keep(path: Path, text: str) -> None:
         raise UserError(f"{path} cannot be written ({error.strerror}); make room, or choose another --out") from None
 
 
-def make_todo(sweep: Sweep, chosen: list[Point], home: Path, local: bool) -> Todo:
-    """What there is to do for these points of a sweep; a `UserError` for whatever is wrong with one of them."""
+def make_todo(sweep: Sweep, chosen: list[Point], home: Path, local: bool, recipe: Sweep) -> Todo:
+    """What there is to do for these points of a sweep, whose file says `recipe`; a `UserError` for whatever is wrong
+    with one of them."""
     check_home(home, sweep)
     parsed: dict[str, Config] = {}
     configs = {point.name: checked(point, home / point.name, local, parsed) for point in chosen}
-    todo = Todo(sweep, home, chosen, configs)
+    todo = Todo(sweep, home, chosen, configs, recipe)
     for point in chosen:
         same_as_before(todo.run(point), todo.configs[point.name])
     return todo
@@ -144,13 +147,18 @@ def so_far(todo: Todo) -> list[Point]:
 def describe(todo: Todo) -> None:
     """Make the sweep's folder, and write down what belongs to it; runs of an earlier command stay in."""
     sweep = todo.sweep
-    runs: dict[str, Any] = read_json(todo.home / SWEEP).get("runs", {})
+    before = read_json(todo.home / SWEEP)
+    runs: dict[str, Any] = before.get("runs", {})
     runs |= {point.name: point.labels | {"seed": str(point.seed)} for point in points(sweep)}
     about: dict[str, Any] = {"name": sweep.name, "about": sweep.about}
     about["axes"] = {axis: list(labels) for axis, labels in sweep.axes.items()}
     about["runs"] = runs
     about |= {"choose": dataclasses.asdict(sweep.choose)} if sweep.choose is not None else {}
     about |= {"reach": list(sweep.reach)} if sweep.reach else {}
-    about |= {"published": list(sweep.published)} if sweep.published else {}
+    if sweep.published:
+        known = todo.configs if sweep.where == todo.recipe.where else None  # --set is one more `where`
+        now = make_reference(todo.recipe, todo.points, known)
+        about |= {"published": list(sweep.published)}
+        about["recipe"] = write_reference(now, read_reference(before.get("recipe")))
     folder.make(todo.home)
     keep(todo.home / SWEEP, json.dumps(about, indent=2) + "\n")

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ....errors import UserError
-from ...tables import Number, Table, show
+from ...tables import Difference, Number, Table, show
+from ..departures import SIGNS, departures_of
 from ..figures import rows
 from ..figures.rows import Mark, Row
 from ..figures.style import COLOURS, MARKERS, Look, Picture
@@ -15,6 +16,7 @@ from ..results import published_table
 from .material import Material
 
 KEY, TITLE = "published", "Published and measured"
+CAPTION = "Hollow: published; filled: measured here, with one standard deviation over the seeds to either side."
 
 
 def section(material: Material) -> Section:
@@ -29,15 +31,31 @@ def section(material: Material) -> Section:
 
 def shown(name: str, said: Mapping[str, Any], material: Material) -> list[Part]:
     """A published table beside what was measured, or why there is none."""
+    departures = departures_of(material.sweep)
     try:
-        table = published_table(material.groups, said, material.sweep["axes"])
+        table = published_table(material.groups, said, material.sweep["axes"], departures)
     except UserError as error:
         text = f"What the sweep says of published numbers cannot be read ({error}); see 'published' in its file."
         return [Absent(text)]
     if table is None:
         source = said.get("source") or "What was published"
         return [Absent(f"{source} has no numbers of a kind that can be put beside what was measured.")]
-    return [Named(name, table), *picture(name, table)]
+    return [*warning(table), Named(name, table), *picture(name, table)]
+
+
+def warning(table: Table) -> list[str]:
+    """What is said in front of a table with comparisons that are none of like with like."""
+    gaps = [cell for row in table.rows for cell in row if isinstance(cell, Difference)]
+    marked = sum(gap.mark is not None for gap in gaps)
+    if not marked:
+        return []
+    are = "1 comparison is" if len(gaps) == 1 else f"{marked} of {len(gaps)} comparisons are"
+    return [f"{are} with runs that differ from the recipe: they are marked, and the notes of the table say in what."]
+
+
+def differing(table: Table) -> list[str]:
+    """The notes of a table that say in what marked cells differ from the recipe."""
+    return [note for note in table.notes if note.startswith(tuple(SIGNS))]
 
 
 def picture(name: str, table: Table) -> list[Picture]:
@@ -52,14 +70,15 @@ def picture(name: str, table: Table) -> list[Picture]:
             if isinstance(said, Number) and isinstance(found, Number):
                 marks += both(label, number, said, found)
         if marks:
-            drawn.append(Row(", ".join(show(cell) for cell in row[:axes]), marks))
+            signs = dict.fromkeys(one.mark.sign for one in row if isinstance(one, Number) and one.mark is not None)
+            drawn.append(Row(" ".join([", ".join(show(cell) for cell in row[:axes]), *signs]), marks))
     if not drawn:
         return []
     what = table.title.partition(": ")[2]
     made = Picture(
         name,
         f"Dot plot of {what}, published and measured, in {len(drawn)} rows; the table has the numbers.",
-        "Hollow: published; filled: measured here, with one standard deviation over the seeds to either side.",
+        " ".join([CAPTION, *differing(table)]),
         lambda width: rows.draw(drawn, what, width),
     )
     return [made]
