@@ -6,13 +6,12 @@ import statistics
 from pathlib import Path
 
 from .experiments.measures import best, final, final_loss, mean_of, round_seconds, total_bytes
-from .experiments.runs import read_run
+from .experiments.runs import pairing, read_run
 from .experiments.tables import Table, lines
 
 COLUMNS = (
     "run",
-    "algorithm",
-    "mask",
+    "algorithm + mask",
     "rounds",
     "best acc",
     "last acc",
@@ -27,7 +26,7 @@ COLUMNS = (
 def table(folders: list[Path]) -> str:
     """The runs, one a row, in aligned columns."""
     rows = [row(folder) for folder in folders]
-    return "\n".join(lines(Table("", COLUMNS, rows, align="lll" + "r" * (len(COLUMNS) - 3))))
+    return "\n".join(lines(Table("", COLUMNS, rows, align="ll" + "r" * (len(COLUMNS) - 2))))
 
 
 def row(folder: Path) -> tuple[str, ...]:
@@ -38,8 +37,7 @@ def row(folder: Path) -> tuple[str, ...]:
     seconds = round_seconds(run).values()
     return (
         str(folder),
-        cfg["algorithm"],
-        run.mask if run.mask == "mean" else f"{run.mask} {cfg['tau']:g}",
+        pairing({}, cfg, taus=True),
         f"{len(run.records)}/{cfg['rounds']}",
         number(best(run), ".4f") + unit,
         number(final(run), ".4f") + unit,

@@ -95,6 +95,14 @@ def test_every_run_of_a_sweep_is_a_sound_configuration(name: str) -> None:
         assert asked == config_of(point)
 
 
+def test_every_run_names_its_mask() -> None:
+    """The default is for who starts a run by hand; an experiment says what it compares."""
+    files = [*map(str, sorted((Path(__file__).parents[1] / "docs" / "results").glob("*.yaml"))), *SWEEPS]
+    assert len(files) > len(SWEEPS)
+    assert [name for name in files for point in settings(read_sweep(name)) if not point.knobs.get("mask")] == []
+    assert [name for name in SINGLE if options.parse(["--config", name]).mask is None] == []
+
+
 @pytest.mark.parametrize("name", SWEEPS)
 def test_the_data_can_be_split_as_a_sweep_asks(name: str) -> None:
     rng = np.random.default_rng(0)

@@ -455,7 +455,7 @@ def test_names_cannot_break_the_page(tmp_path: Path) -> None:
     assert evil in reader.text and "_hidden" in reader.text and "名前" in reader.text
     drawn = pictures(learning.section(material_of(home)))["accuracy-rounds"]
     shown = drawn.draw(9.0).legends[0].get_texts()
-    assert [text.get_text().strip() for text in shown][1] == "_hidden" and len(shown) == 3
+    assert [text.get_text().strip() for text in shown][1] == "_hidden, fedavg + gma" and len(shown) == 3
 
 
 def test_a_sweep_record_that_is_broken_is_told(tmp_path: Path, two: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -519,7 +519,7 @@ def grid_of(tmp_path: Path, settings: int, algorithms: int) -> Path:
 def test_few_lines_share_a_panel(tmp_path: Path) -> None:
     panels = by_panel(arrange(group(find_runs([grid_of(tmp_path, 1, 3)]))))
     assert list(panels) == [""] and len(panels[""]) == 6
-    assert {one.label for one in panels[""]} >= {"fedavg mean", "fedadam gma"}
+    assert {one.label for one in panels[""]} >= {"fedavg + mean", "fedadam + gma"}
 
 
 def test_more_are_small_multiples_by_the_other_axes(tmp_path: Path) -> None:
@@ -540,7 +540,7 @@ def test_an_axis_with_a_name_of_its_own_is_known_by_its_masks(tmp_path: Path) ->
     axes = {"place": {f"p{i}": {"cohort": i + 1} for i in range(4)}, "arm": {"AVG": MASKS["mean"], "GMA": MASKS["gma"]}}
     panels = by_panel(arrange(group(find_runs([write_sweep(tmp_path / "own", axes, 1, rising)]))))
     assert list(panels) == ["p0", "p1", "p2", "p3"]
-    assert {one.label for inside in panels.values() for one in inside} == {"AVG", "GMA"}
+    assert {one.label for inside in panels.values() for one in inside} == {"AVG, fedavg + mean", "GMA, fedavg + gma"}
 
 
 def grey(look: Look) -> tuple[str, str, bool]:
@@ -656,7 +656,7 @@ def test_a_falling_metric_is_better_when_it_is_less(tmp_path: Path) -> None:
 
 def test_the_picture_of_pairs_has_their_numbers(tmp_path: Path) -> None:
     picture = pictures(comparing.masks(pairs_of(tmp_path, [0.1, 0.2, 0.3])))["masks"]
-    assert "fedavg, gma 0.4: +20" in picture.alt
+    assert "fedavg + gma 0.4: +20" in picture.alt
     left, right = picture.draw(9.0).axes
     low, high = right.get_xlim()
     assert low == pytest.approx(-high), "zero in the middle"
@@ -711,7 +711,7 @@ def test_what_is_not_published_is_told(said: Any, sentence: str, tmp_path: Path)
 def test_rounds_to_reach_by_hand(two: Path) -> None:
     section = reaching.section(material_of(two, reach=[0.5, 0.99]))
     rows = [[show(cell) for cell in row] for row in tables(section)["reach"].table.rows]
-    assert rows == [["mean", "3", "5.0 ± 0.0", "never"], ["gma", "3", "4.0 ± 0.0", "never"]]
+    assert rows == [["fedavg + mean", "3", "5.0 ± 0.0", "never"], ["fedavg + gma", "3", "4.0 ± 0.0", "never"]]
     texts = [text.get_text() for text in pictures(section)["reach"].draw(9.0).axes[0].texts]
     assert "99%: never" in texts
 
@@ -737,7 +737,7 @@ def test_many_values_that_were_missed_leave_room_for_the_names(width: float, tmp
     home = write_sweep(tmp_path / "s", {"mask": MASKS}, 3, rounds)
     many = reaching.section(material_of(home, reach=[0.7, 0.75, 0.8, 0.85, 0.9, 0.95]))
     said = texts_inside(pictures(many)["reach"], width)
-    assert said == ["mean", "4 of 6 values not reached by all", "gma", "4 of 6 values not reached by all"]
+    assert said[::2] == ["fedavg + mean", "fedavg + gma"] and said[1::2] == ["4 of 6 values not reached by all"] * 2
     two_values = reaching.section(material_of(home, reach=[0.8, 0.99]))
     assert "80%: 1 of 3 did not; 99%: never" in texts_inside(pictures(two_values)["reach"], width)
 
@@ -825,7 +825,7 @@ def test_without_two_alphas_the_share_is_shown_by_group(two: Path) -> None:
 def test_participating_clients_beside_the_others(two: Path) -> None:
     section = beside.clients(material_of(two))
     first = tables(section)["clients"].table.rows[0]
-    assert [show(cell) for cell in first] == ["mean", "58.00 ± 1.00", "48.00 ± 1.00", "10.00 ± 0.00"]
+    assert [show(cell) for cell in first] == ["fedavg + mean", "58.00 ± 1.00", "48.00 ± 1.00", "10.00 ± 0.00"]
     assert len(pictures(section)["clients"].draw(9.0).axes) == 2
 
 
@@ -834,7 +834,7 @@ def test_participating_clients_by_a_metric_of_ones_own(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "runs" / "own", [a_round(1, 0.4, "mae", clients_mae=sides)], rises=False)
     section = beside.clients(material_of(folder))
     table = tables(section)["clients"].table
-    assert [show(cell) for cell in table.rows[0]] == ["fedavg gma", "0.2500", "0.5000", "-0.2500"]
+    assert [show(cell) for cell in table.rows[0]] == ["fedavg + gma", "0.2500", "0.5000", "-0.2500"]
     assert "In percent." not in table.notes and "Line chart of mae against" in pictures(section)["clients"].alt
     write_run(tmp_path / "runs" / "usual", [measured(1, 0.5)], mask="mean")
     assert list(tables(beside.clients(material_of(tmp_path / "runs")))) == ["clients-mae", "clients-accuracy"]
@@ -846,20 +846,20 @@ def test_participating_clients_by_a_metric_of_ones_own(tmp_path: Path) -> None:
 def test_what_stands_beside_is_of_the_last_rounds(tmp_path: Path) -> None:
     rounds = [measured(n, n / 100) if n % 5 == 0 else a_round(n, None) for n in range(1, 51)]
     table = tables(beside.gap(material_of(write_run(tmp_path / "run", rounds))))["gap-accuracy"].table
-    assert [show(cell) for cell in table.rows[0]] == ["fedavg gma", "57.50", "47.50", "10.00"], "rounds 45 and 50"
+    assert [show(cell) for cell in table.rows[0]] == ["fedavg + gma", "57.50", "47.50", "10.00"], "rounds 45 and 50"
     assert "Means of what was scored in the last 10 rounds" in table.notes[0]
 
 
 def test_everybody_takes_part(tmp_path: Path) -> None:
     rounds = [a_round(n, 0.5, clients_accuracy={"participating": 0.6, "others": None}) for n in (1, 2)]
     section = beside.clients(material_of(write_run(tmp_path / "run", rounds)))
-    assert [show(c) for c in tables(section)["clients"].table.rows[0]] == ["fedavg gma", "60.00", "-", "-"]
+    assert [show(c) for c in tables(section)["clients"].table.rows[0]] == ["fedavg + gma", "60.00", "-", "-"]
     assert "others" not in pictures(section)["clients"].alt
 
 
 def test_the_gap_between_training_and_test_data(two: Path) -> None:
     row = tables(beside.gap(material_of(two)))["gap-accuracy"].table.rows[1]
-    assert [show(cell) for cell in row] == ["gma", "68.00 ± 1.00", "58.00 ± 1.00", "10.00 ± 0.00"]
+    assert [show(cell) for cell in row] == ["fedavg + gma", "68.00 ± 1.00", "58.00 ± 1.00", "10.00 ± 0.00"]
 
 
 def test_attacks_are_shown_where_they_were_made(two: Path) -> None:

@@ -69,8 +69,8 @@ def test_an_older_version_has_all_the_knobs_of_today(name: str) -> None:
 
 def test_runs_of_all_versions_with_the_same_knobs_are_seeds_of_one_group() -> None:
     plain, masked = sorted(group(find_runs([OLD])), key=lambda one: one.label, reverse=True)
-    assert (plain.label, plain.seeds) == ("mean", [0])
-    assert (masked.label, masked.seeds) == ("gma", [0, 1, 2, 3, 4, 5])
+    assert (plain.label, plain.seeds) == ("fedavg + mean", [0])
+    assert (masked.label, masked.seeds) == ("fedavg + gma", [0, 1, 2, 3, 4, 5])
     assert [run.name for run in masked.runs] == [*FIVE, "6-stopped"]
 
 
@@ -366,48 +366,62 @@ def test_groups_are_what_differs_in_more_than_the_seed() -> None:
     ]
     first, second = group(runs)
     assert (first.seeds, second.seeds) == ([0, 1], [0])
-    assert (first.label, second.label) == ("local.lr 0.1", "local.lr 0.01")
+    assert (first.label, second.label) == ("local.lr 0.1, fedavg + gma", "local.lr 0.01, fedavg + gma")
     assert first.runs == [runs[2], runs[0]] and first.repeats == []
 
 
-def test_labels_have_what_tells_groups_apart_and_no_more() -> None:
+def test_labels_have_the_mask_and_what_tells_groups_apart_and_no_more() -> None:
     def one(**knobs: Any) -> Run:
         return made([0.5], **knobs)
 
     adam = {"algorithm": "fedadam", "server__rule": "adam", "server__lr": 0.02}
-    assert labels([one(seed=0), one(seed=1)]) == ["fedavg gma"]
-    assert labels([one(mask="mean"), one(mask="gma")]) == ["mean", "gma"]
-    assert labels([one(), one(**adam)]) == ["fedavg", "fedadam"], "rule and rate go with the algorithm"
-    assert labels([one(), one(mask="mean"), one(**adam)]) == ["fedavg gma", "fedavg mean", "fedadam gma"]
+    assert labels([one(seed=0), one(seed=1)]) == ["fedavg + gma"]
+    assert labels([one(mask="mean"), one(mask="gma")]) == ["fedavg + mean", "fedavg + gma"]
+    assert labels([one(), one(**adam)]) == ["fedavg + gma", "fedadam + gma"], "rule and rate go with the algorithm"
+    assert labels([one(), one(mask="mean"), one(**adam)]) == ["fedavg + gma", "fedavg + mean", "fedadam + gma"]
     assert labels([one(local__lr=0.1), one(local__lr=1.0), one(**adam, local__lr=0.5)]) == [
-        "fedavg, local.lr 0.1",
-        "fedavg, local.lr 1",
-        "fedadam, local.lr 0.5",
+        "local.lr 0.1, fedavg + gma",
+        "local.lr 1, fedavg + gma",
+        "local.lr 0.5, fedadam + gma",
     ]
     assert labels([one(server__mask_moments=True), one(server__mask_moments=False)]) == [
-        "server.mask_moments true",
-        "server.mask_moments false",
+        "server.mask_moments true, fedavg + gma",
+        "server.mask_moments false, fedavg + gma",
     ]
-    assert labels([one(meta__weights=[2, 1]), one()]) == ["meta.weights [2, 1]", "meta.weights null"]
+    told = [f"meta.weights {weights}, fedavg + gma" for weights in ("[2, 1]", "null")]
+    assert labels([one(meta__weights=[2, 1]), one()]) == told
+
+
+def test_a_label_of_a_sweep_that_hides_the_mask_is_followed_by_it() -> None:
+    masks = {"on": "gma", "cautious": "my_masks:cautious", "mean": "mean"}
+    runs = [made([0.5], labels={"mask": label}, mask=mask) for label, mask in masks.items()]
+    assert labels(runs) == ["fedavg + on (gma)", "fedavg + cautious", "fedavg + mean"]
+    arms = [made([0.5], labels={"arm": mask.upper()}, mask=mask, tau=tau) for mask, tau in (("gma", 0.2), ("and", 0.8))]
+    assert labels(arms) == ["GMA, fedavg + gma 0.2", "AND, fedavg + and 0.8"], "and tau, as that differs"
+    own = [made([0.5], algorithm="fedgma2021", mask="and", tau=0.8), made([0.5], algorithm="fedyogi", mask="mean")]
+    assert labels(own) == ["fedgma2021 + and", "fedyogi + mean"]
+    taus = [made([0.5], labels={"tau": str(tau)}, tau=tau, mask=mask) for mask in ("mean", "gma") for tau in (0.2, 0.4)]
+    assert labels(taus[2:]) == ["fedavg + gma 0.2", "fedavg + gma 0.4"]
+    assert labels(taus[:2]) == ["tau 0.2, fedavg + mean", "tau 0.4, fedavg + mean"], "each has a label of its own"
 
 
 def test_labels_tell_of_another_task_though_the_masks_would_tell_the_groups_apart() -> None:
     gma = [made([0.5], tau=tau, data="fmnist", rounds=40) for tau in (0.2, 0.4)]
     assert labels([*gma, made([0.5], mask="mean", data="mnist", rounds=50)]) == [
-        "gma, tau 0.2, fmnist, rounds 40",
-        "gma, tau 0.4, fmnist, rounds 40",
-        "mean, mnist, rounds 50",
+        "fmnist, rounds 40, fedavg + gma 0.2",
+        "fmnist, rounds 40, fedavg + gma 0.4",
+        "mnist, rounds 50, fedavg + mean",
     ]
     for knob, values in {"model": ("lenet", "cnn"), "split": ("iid", "classes"), "clients": (10, 100)}.items():
         told = labels([made([0.5], mask=mask, **{knob: values[mask == "gma"]}) for mask in ("mean", "gma")])
-        assert [label.split()[-1] for label in told] == [str(value) for value in values]
+        assert [label.split(",")[0].split()[-1] for label in told] == [str(value) for value in values]
     swept = [made([0.5], labels={"mask": mask}, mask=mask, data=f"of-{mask}") for mask in ("mean", "gma")]
-    assert labels(swept) == ["mean", "gma"], "what the labels of a sweep stand for is told by the sweep"
+    assert labels(swept) == ["fedavg + mean", "fedavg + gma"], "what the labels of a sweep stand for is told by the sweep"
 
 
 def test_plain_averaging_has_no_threshold() -> None:
     runs = [made([0.5], mask=mask, tau=tau) for mask, tau in (("mean", 0.4), ("gma", 0.4), ("gma", 0.2), ("and", 0.4))]
-    assert labels(runs) == ["mean", "gma, tau 0.4", "gma, tau 0.2", "and, tau 0.4"]
+    assert labels(runs) == ["fedavg + mean", "fedavg + gma 0.4", "fedavg + gma 0.2", "fedavg + and 0.4"]
     assert len(group([made([0.5], mask="mean", tau=tau, seed=tau > 0) for tau in (0.0, 0.9)])) == 1
     assert len(group([made([0.5], mask="gma", sharpness=sharp) for sharp in (1.0, 9.0)])) == 1, "which sand alone reads"
     assert len(group([made([0.5], mask="sand", sharpness=sharp) for sharp in (1.0, 9.0)])) == 2
@@ -415,21 +429,21 @@ def test_plain_averaging_has_no_threshold() -> None:
 
 def test_runs_of_one_sweep_are_grouped_by_their_labels() -> None:
     def one(seed: int, lr: float = 0.1, **axes: str) -> Run:
-        return made([0.5], labels={"setting": "small", **axes}, seed=seed, local__lr=lr)
+        return made([0.5], labels={"setting": "small", **axes}, seed=seed, local__lr=lr, mask=axes["mask"])
 
     runs = [one(0, algorithm="fedavg", mask="gma"), one(0, algorithm="fedavg", mask="mean")]
     runs += [one(1, 0.5, algorithm="fedavg", mask="gma"), one(0, algorithm="fedprox", mask="mean")]
     found = group(runs)
-    assert [g.label for g in found] == ["fedavg gma", "fedavg mean", "fedprox mean"]
+    assert [g.label for g in found] == ["fedavg + gma", "fedavg + mean", "fedprox + mean"]
     assert [g.seeds for g in found] == [[0, 1], [0], [0]], "their labels say that they belong together"
     assert found[0].key == {"algorithm": "fedavg", "mask": "gma"}
     others = [made([0.5], labels={"clients": label}, clients=int(label)) for label in ("10", "100")]
-    assert labels(others) == ["clients 10", "clients 100"]
+    assert labels(others) == ["clients 10, fedavg + gma", "clients 100, fedavg + gma"]
 
 
 def test_a_run_beside_a_sweep_is_grouped_with_it_by_knobs() -> None:
     swept = [made([0.5], labels={"mask": mask}, mask=mask) for mask in ("mean", "gma")]
-    assert labels([*swept, made([0.6], mask="gma", seed=1)]) == ["mean", "gma"]
+    assert labels([*swept, made([0.6], mask="gma", seed=1)]) == ["fedavg + mean", "fedavg + gma"]
 
 
 def test_a_seed_that_was_run_twice_counts_once() -> None:
@@ -446,7 +460,7 @@ def test_a_seed_that_was_run_twice_counts_once() -> None:
 def test_the_order_of_the_runs_changes_no_group(order: list[int]) -> None:
     runs = [made([0.5], seed=seed, mask=mask) for mask in ("mean", "gma") for seed in range(3)]
     found = {one.label: one.seeds for one in group([runs[i] for i in order])}
-    assert found == {"mean": [0, 1, 2], "gma": [0, 1, 2]}
+    assert found == {"fedavg + mean": [0, 1, 2], "fedavg + gma": [0, 1, 2]}
 
 
 def test_nothing_makes_no_group() -> None:

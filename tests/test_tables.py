@@ -252,14 +252,14 @@ def test_the_summary_has_means_and_deviations_by_hand() -> None:
         made([0.3, 0.3, 0.3], mask="mean"),
     ]
     table = summary_table(group(runs), ["best", "last10", "test_loss", "train_loss20"], reach=[0.6, 0.85])
-    gma = cells(table, "gma")
+    gma = cells(table, "fedavg + gma")
     assert gma["seeds"] == "2" and gma["rounds"] == "3"
     assert gma["best accuracy"] == "80.00 ± 14.14", "0.7 and 0.9"
     assert gma["accuracy, last 10 rounds"] == "53.33 ± 14.14", "1.3 / 3 and 1.9 / 3"
     assert gma["final test loss"] == "0.2500 ± 0.0707"
     assert gma["training loss, last 20 rounds"] == "0.6111 ± 0.0000"
     assert gma["rounds to 60%"] == "2.5 ± 0.7" and gma["rounds to 85%"] == "2 (1 of 2)"
-    mean = cells(table, "mean")
+    mean = cells(table, "fedavg + mean")
     assert mean["best accuracy"] == "30.00" and mean["rounds to 60%"] == "never"
     assert "Accuracies in percent." in table.notes
     raw = read_csv(table)[0]
@@ -273,16 +273,16 @@ def test_runs_that_are_not_done_have_no_part_in_a_mean() -> None:
         made([0.1], mask="mean", done=False, rounds=12),
     ]
     table = summary_table(group(runs), ["best", "rounds:0.99"])
-    assert cells(table, "gma")["best accuracy"] == "60.00 (1 of 2)"
-    assert cells(table, "gma")["rounds"] == "1 (of 12)"
-    assert cells(table, "mean")["best accuracy"] == "10.00", "but where there is nothing else, what there is is shown"
-    assert cells(table, "mean")["rounds to 99%"] == "not yet"
+    assert cells(table, "fedavg + gma")["best accuracy"] == "60.00 (1 of 2)"
+    assert cells(table, "fedavg + gma")["rounds"] == "1 (of 12)"
+    assert cells(table, "fedavg + mean")["best accuracy"] == "10.00", "but where there is nothing else, what there is is shown"
+    assert cells(table, "fedavg + mean")["rounds to 99%"] == "not yet"
     assert "2 runs are not done: left out of the means, unless no run of the group is done." in table.notes
 
 
 def test_a_metric_that_falls_is_no_accuracy() -> None:
     table = summary_table(group([made([0.5, 0.25], metric="error", rises=False)]), reach=[0.3])
-    assert cells(table, "fedavg gma")["best error"] == "0.2500" and cells(table, "fedavg gma")["rounds to 0.3"] == "2"
+    assert cells(table, "fedavg + gma")["best error"] == "0.2500" and cells(table, "fedavg + gma")["rounds to 0.3"] == "2"
     assert "Less error is better." in table.notes and "Accuracies in percent." not in table.notes
 
 
@@ -294,8 +294,8 @@ def test_a_seed_that_was_run_twice_is_told() -> None:
 def test_the_table_of_rounds_by_hand() -> None:
     runs = [made([0.1, 0.5, 0.7], seed=0), made([0.6, 0.6, 0.6], seed=1)]
     table = reach_table(group(runs), [0.5, 0.7, 0.9])
-    assert cells(table, "fedavg gma") == {
-        "runs": "fedavg gma",
+    assert cells(table, "fedavg + gma") == {
+        "runs": "fedavg + gma",
         "seeds": "2",
         "rounds to 50%": "1.5 ± 0.7",
         "rounds to 70%": "3 (1 of 2)",
@@ -306,7 +306,7 @@ def test_the_table_of_rounds_by_hand() -> None:
 def test_a_run_under_way_has_not_missed_a_value() -> None:
     late = made([0.1], seed=2, done=False, rounds=3)
     table = reach_table(group([made([0.1, 0.5, 0.7], seed=0), made([0.6] * 3, seed=1), late]), [0.5, 0.7])
-    told = cells(table, "fedavg gma")
+    told = cells(table, "fedavg + gma")
     assert (told["rounds to 50%"], told["rounds to 70%"]) == ("1.5 ± 0.7 (1 not done)", "3 (1 of 2, 1 not done)")
     alone = reach_table(group([replace(late, config=late.config | {"seed": seed}) for seed in (0, 1)]), [0.1, 0.7])
     assert [show(cell) for cell in alone.rows[0][2:]] == ["1.0 ± 0.0 (2 not done)", "not yet"]
@@ -367,7 +367,7 @@ def test_pairs_differ_in_the_mask_alone_or_in_the_rates_too() -> None:
         return [(pair.plain.label, pair.masked.label, pair.mask) for pair in pairs(group(list(runs)))]
 
     mean, gma = made([0.5], mask="mean"), made([0.5], mask="gma")
-    assert labels(mean, gma) == [("mean", "gma", "gma 0.4")]
+    assert labels(mean, gma) == [("fedavg + mean", "fedavg + gma", "gma 0.4")]
     assert labels(mean, made([0.5], mask="gma", clients=7)) == [], "another federation"
     assert labels(mean) == labels(gma) == labels() == []
     ablation = [made([0.5], mask="gma", tau=tau) for tau in (0.2, 0.8)] + [made([0.5], mask="and")]
@@ -386,7 +386,7 @@ def test_no_two_pairs_have_the_same_row() -> None:
     mean, other = made([0.5], mask="mean", local__lr=0.01), made([0.5], mask="gma", tau=0.8, local__lr=0.1)
     fast, slow = (made([0.5], mask="gma", local__lr=lr) for lr in (0.5, 0.1))
     told = rows(mean, fast, slow, other)
-    assert told[:2] == [("gma, local.lr 0.5, tau 0.4", "gma 0.4"), ("gma, local.lr 0.1, tau 0.4", "gma 0.4")]
+    assert told[:2] == [("local.lr 0.5, fedavg", "gma 0.4"), ("local.lr 0.1, fedavg", "gma 0.4")]
     assert told[2] == ("fedavg", "gma 0.8"), "a mask of its own says enough"
     sharp = [made([0.5], mask="sand", sharpness=sharpness) for sharpness in (1.0, 9.0)]
     assert len(set(rows(made([0.5], mask="mean"), *sharp))) == 2
@@ -538,8 +538,8 @@ def test_costs_by_hand() -> None:
         for record in run.records:
             record |= {"seconds": {"eval": 0.5, "local": local}, "bytes_sent": 1_500_000, "agreement": 0.25}
     table = cost_table(group(runs))
-    assert cells(table, "fedavg gma") == {
-        "runs": "fedavg gma",
+    assert cells(table, "fedavg + gma") == {
+        "runs": "fedavg + gma",
         "seeds": "2",
         "local s": "4.0 ± 2.8",
         "eval s": "1.0 ± 0.0",
@@ -547,7 +547,7 @@ def test_costs_by_hand() -> None:
         "s a round": "2.500 ± 1.414",
         "MB sent": "3.0 ± 0.0",
     }
-    agreement = cells(agreement_table(group(runs)), "fedavg gma")
+    agreement = cells(agreement_table(group(runs)), "fedavg + gma")
     assert (agreement["agreement"], agreement["below tau"]) == ("0.250 ± 0.000", "-")
 
 
@@ -557,10 +557,10 @@ def test_costs_and_agreement_leave_out_what_is_not_done() -> None:
         for record in run.records:
             record |= {"seconds": {"local": local}, "bytes_sent": 1_000_000, "agreement": local / 100}
     groups = group(runs)
-    told = cells(cost_table(groups), "fedavg gma")
+    told = cells(cost_table(groups), "fedavg + gma")
     assert (told["seeds"], told["local s"], told["s a round"]) == ("2 (of 3)", "8.0 ± 5.7", "2.000 ± 1.414")
     assert told["MB sent"] == "4.0 ± 0.0"
-    assert cells(agreement_table(groups), "fedavg gma")["agreement"] == "0.020 ± 0.014"
+    assert cells(agreement_table(groups), "fedavg + gma")["agreement"] == "0.020 ± 0.014"
     assert costs.seconds(groups[0]) == {"local": 2.0}, "in the picture too"
     for table in (cost_table(groups), agreement_table(groups)):
         assert "1 run is not done: left out of the means, unless no run of the group is done." in table.notes
@@ -570,7 +570,8 @@ def test_the_configuration_has_what_differs_and_what_is_shared() -> None:
     runs = [made([0.5], seed=0, local__lr=0.1, out="a"), made([0.5], seed=1, local__lr=0.2, out="b")]
     differing, common = config_tables(group(runs))
     assert list(differing.columns) == ["runs", "local.lr"]
-    assert [list(map(show, row)) for row in differing.rows] == [["local.lr 0.1", "0.1"], ["local.lr 0.2", "0.2"]]
+    names = [f"local.lr {rate}, fedavg + gma" for rate in (0.1, 0.2)]
+    assert [list(map(show, row)) for row in differing.rows] == [[names[0], "0.1"], [names[1], "0.2"]]
     shared = {show(row[0]): tuple(map(show, row[1:])) for row in common.rows}
     assert shared["local.batch"] == ("32", "32") and shared["tau"] == ("0.4", "null")
     assert not {"seed", "out", "local.lr"} & shared.keys()

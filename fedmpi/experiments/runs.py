@@ -9,7 +9,7 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,6 +97,8 @@ class Group:
     """one for each seed, in the order of the seeds"""
     repeats: list[Run] = dataclasses.field(default_factory=list)
     """more runs of a seed that is there already: they say nothing about chance"""
+    taus: bool = False
+    """whether masked groups at hand differ in tau, so that labels name it"""
 
     @property
     def first(self) -> Run:
@@ -253,9 +255,9 @@ def group(runs: list[Run]) -> list[Group]:
             keys.append(key)
             members.append([])
         members[keys.index(key)].append(run)
-    apart = telling(keys, () if swept else TASK)
+    apart, taus = telling(keys, () if swept else TASK), differ_in_tau(run.config for run in runs)
     return [
-        make_group({name: word(key[name]) for name in apart if name in key}, found)
+        make_group({name: word(key[name]) for name in apart if name in key}, found, taus)
         for key, found in zip(keys, members, strict=True)
     ]
 
@@ -273,12 +275,13 @@ def telling(keys: list[dict[str, Any]], always: Iterable[str] = ()) -> list[str]
     return kept
 
 
-def make_group(key: dict[str, str], runs: list[Run]) -> Group:
+def make_group(key: dict[str, str], runs: list[Run], taus: bool = False) -> Group:
     """The group of runs with a key; of several with one seed, the one that came furthest stands for it."""
     ahead = sorted(runs, key=lambda run: -len(run.records))
     best = {run.seed: run for run in reversed(ahead)}
     chosen = [best[seed] for seed in sorted(best)]
-    return Group(key, describe(key, runs[0]), chosen, [run for run in runs if all(run is not one for one in chosen)])
+    repeats = [run for run in runs if all(run is not one for one in chosen)]
+    return Group(key, describe(key, runs[0].config, taus), chosen, repeats, taus)
 
 
 def counted(group: Group) -> list[Run]:
@@ -286,11 +289,32 @@ def counted(group: Group) -> list[Run]:
     return [run for run in group.runs if run.done] or group.runs
 
 
-def describe(key: dict[str, str], run: Run) -> str:
-    """A key in few words: values that speak for themselves alone, others behind their name."""
-    parts = [value if speaks(name, value) else f"{name} {value}" for name, value in key.items()]
-    parts = parts or [run.config["algorithm"], run.mask]
-    return (", " if any(" " in part for part in parts) else " ").join(parts)
+def describe(key: Mapping[str, str], config: Mapping[str, Any], taus: bool = False, algorithm: bool = True) -> str:
+    """Return the label of a run: what its key says, and always its mask, with its algorithm unless that is told
+    elsewhere. `taus`: with the threshold of the mask."""
+    return ", ".join([*words(key, config, taus), pairing(key, config, taus, algorithm)])
+
+
+def words(key: Mapping[str, str], config: Mapping[str, Any], taus: bool = False) -> list[str]:
+    """What a key says beside algorithm and mask: values that speak for themselves alone, others behind their name."""
+    told = ["algorithm", "mask"]
+    told += ["tau"] if taus and config["mask"] != "mean" and key.get("tau") == word(config["tau"]) else []
+    rest = {name: value for name, value in key.items() if name not in told}
+    return [value if speaks(name, value) else f"{name} {value}" for name, value in rest.items()]
+
+
+def pairing(key: Mapping[str, str], config: Mapping[str, Any], taus: bool = False, algorithm: bool = True) -> str:
+    """Return the algorithm and the mask of a run, "fedavg + gma", by their labels in the key where it has them; a label
+    that hides the mask's name is followed by that."""
+    mask, own = key.get("mask", config["mask"]), config["mask"]
+    mask = mask if mask in (own, own.rpartition(":")[2]) else f"{mask} ({own})"
+    mask += f" {config['tau']:g}" if taus and own != "mean" else ""
+    return f"{key.get('algorithm', config['algorithm'])} + {mask}" if algorithm else mask
+
+
+def differ_in_tau(configs: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether runs with a mask that has a threshold differ in it."""
+    return len({config["tau"] for config in configs if config["mask"] != "mean"}) > 1
 
 
 def speaks(name: str, value: str) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..measures import Measure, measure
-from ..runs import Group, describe, essence
+from ..runs import Group, essence, pairing, words
 from ..stats import ALPHA, LEAST, Comparison, compare, holm, significant
 from ..tables import Cell, Difference, Missing, Number, Probability, Table
 from .results import cell, form, remarks, title, values
@@ -27,15 +27,21 @@ class Pair:
 
     @property
     def label(self) -> str:
-        """What both are; where that is said of another pair too, what the masked one is."""
-        if self.crowded:
-            return self.masked.label
-        both = {k: v for k, v in self.masked.key.items() if self.plain.key.get(k) == v}
-        return describe(both, self.plain.first) if both else str(self.plain.config["algorithm"])
+        """What both are, their algorithm last; where that is said of another pair too, what the masked one is."""
+        key = self.masked.key
+        if not self.crowded:
+            key = {k: v for k, v in key.items() if self.plain.key.get(k) == v}
+        config = self.masked.config
+        return ", ".join([*words(key, config, taus=True), key.get("algorithm", config["algorithm"])])
 
     @property
     def mask(self) -> str:
-        return f"{self.masked.first.mask} {self.masked.config['tau']:g}"
+        return pairing(self.masked.key, self.masked.config, taus=True, algorithm=False)
+
+    @property
+    def name(self) -> str:
+        """The masked one of the two, which is compared with the mean."""
+        return f"{self.label} + {self.mask}"
 
     @property
     def done(self) -> bool:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from ..runs import Group, describe
+from ..runs import Group, describe, speaks
 from .figures.style import Look, looks
 
 MOST_LINES, MOST_PANELS = 6, 12  # lines in a panel, panels in a picture
@@ -35,15 +36,25 @@ def arrange(groups: Sequence[Group]) -> list[Placed]:
     # Labels, as several may stand for one mask: with other thresholds, or with other rates.
     arms = [words(group, lambda axis: axis in masking) if masking else group.first.mask for group in groups]
     looking = looks(list(zip(kinds, arms, strict=True)))
+    algorithm, taus = settles(groups, inside, "algorithm"), settles(groups, inside, "tau")
     return [
         Placed(
             group,
             words(group, lambda axis: axis not in inside),
-            words(group, lambda axis: axis in inside) or f"{group.config['algorithm']} {group.first.mask}",
+            describe(some(group, lambda axis: axis in inside), group.config, group.taus and taus, algorithm),
             looking[kind, arm],
         )
         for group, kind, arm in zip(groups, kinds, arms, strict=True)
     ]
+
+
+def settles(groups: Sequence[Group], axes: Sequence[str], knob: str) -> bool:
+    """Whether groups with the same labels of these axes and the same mask have the same value of a knob: only then it
+    may stand in the label of a line, which is the same in all panels."""
+    found: dict[tuple[str | None, ...], set[Any]] = {}
+    for group in groups:
+        found.setdefault((group.first.mask, *map(group.key.get, axes)), set()).add(group.config[knob])
+    return all(len(values) == 1 for values in found.values())
 
 
 def inner_axes(groups: Sequence[Group]) -> list[str]:
@@ -72,8 +83,11 @@ def crowd(groups: Sequence[Group], inner: Iterable[str]) -> int:
 
 def words(group: Group, wanted: Callable[[str], bool]) -> str:
     """Some labels of a group in few words."""
-    key = {axis: label for axis, label in group.key.items() if wanted(axis)}
-    return describe(key, group.first) if key else ""
+    return ", ".join(label if speaks(axis, label) else f"{axis} {label}" for axis, label in some(group, wanted).items())
+
+
+def some(group: Group, wanted: Callable[[str], bool]) -> dict[str, str]:
+    return {axis: label for axis, label in group.key.items() if wanted(axis)}
 
 
 def by_panel(placed: Sequence[Placed]) -> dict[str, list[Placed]]:

@@ -22,7 +22,7 @@ from ...config import check_bounds, knob
 from ...errors import UserError, unknown
 from ...folder import STARTS, lines_of, read_json
 from ...options import filled, make_parser
-from ..runs import SWEEP, Group, Run, find_runs, group, read_sweep_record
+from ..runs import SWEEP, Group, Run, find_runs, group, pairing, read_sweep_record
 from ..sweep.pick import CHOSEN
 from ..tables import FORMS
 from .arrange import arrange
@@ -111,7 +111,7 @@ def make(runs: Sequence[Run], asked: Asked, command: str) -> tuple[Files, list[s
     shown = [run for one in groups for run in (*one.runs, *one.repeats)]
     groups = group(shown)  # anew: what tells the chosen apart
     material = Material(shown, arrange(groups), sweep, targets(asked, sweep, shown), asked.smooth)
-    sections = gathered([*([setup.choice(cells)] if cells else []), *contents(material)])
+    sections = gathered([*([setup.choice(cells, runs)] if cells else []), *contents(material)])
     files: Files = {}
     warnings: list[str] = []
     drawn: dict[str, Drawn] = {}
@@ -253,8 +253,7 @@ def facts(runs: Sequence[Run], groups: Sequence[Group]) -> list[tuple[str, str]]
         ("Seeds", ", ".join(map(str, seeds)) if len(seeds) <= 12 else f"{len(seeds)}: {seeds[0]} to {seeds[-1]}"),
         ("Data", listed(runs, "data")),
         ("Model", listed(runs, "model")),
-        ("Algorithms", listed(runs, "algorithm")),
-        ("Masks", listed(runs, "mask")),
+        ("Algorithms", "; ".join(dict.fromkeys(pairing({}, run.config, taus=True) for run in runs))),
         ("Ranks", ", ".join(map(str, ranks))),
         ("Versions", "; ".join(software)),
         ("Dates", dates(runs)),

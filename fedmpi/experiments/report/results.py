@@ -13,7 +13,7 @@ from typing import Any
 
 from ..measures import Measure, in_order, mean_of, measure, total_bytes, total_seconds
 from ..records import DEFAULTS
-from ..runs import Group, counted, differences, word
+from ..runs import Group, counted, differences, pairing, word
 from ..stats import summarise
 from ..sweep.grid import label_of
 from ..tables import Cell, Difference, Mark, Missing, Number, Table
@@ -86,18 +86,20 @@ def summary_table(
 def runs_table(groups: Sequence[Group], names: Sequence[str] = ("best", "last10", "final", "test_loss")) -> Table:
     """Every run by itself: what it was, what it came to, and the SHA-256 by which its model can be told again."""
     measures = [measure(name) for name in names]
-    axes = list(dict.fromkeys(axis for group in groups for axis in group.key))
+    axes = list(dict.fromkeys(axis for group in groups for axis in group.key if axis not in ("algorithm", "mask")))
     rows: list[list[Cell]] = []
     for group in groups:
         for run in group.runs:
             told = [Missing() if (v := m.of(run)) is None else Number(v, **form(group, m)) for m in measures]
-            key: list[Cell] = [group.key.get(axis) or Missing() for axis in axes]
+            mask = pairing(group.key, run.config, group.taus, algorithm=False)
+            key: list[Cell] = [group.key.get("algorithm", run.config["algorithm"]), mask]
+            key += [group.key.get(axis) or Missing() for axis in axes]
             sha = str(run.finished.get("model_sha256") or "")[:16]
             done = Number(len(run.records), digits=0)
             rows.append([*key, Number(run.seed, digits=0), done, *told, sha or Missing()])
-    columns = [*axes, "seed", "rounds", *(title(m, groups) for m in measures), "model"]
+    columns = ["algorithm", "mask", *axes, "seed", "rounds", *(title(m, groups) for m in measures), "model"]
     notes = ["Model: the first 16 digits of its SHA-256."]
-    return Table("Every run", columns, rows, notes, "l" * len(axes) + "r" * (len(measures) + 2) + "l")
+    return Table("Every run", columns, rows, notes, "l" * (len(axes) + 2) + "r" * (len(measures) + 2) + "l")
 
 
 def count(group: Group) -> Cell:
@@ -164,16 +166,22 @@ def published_table(
     what, axis = measure(name), published.get("columns", "")
     keys = list(dict.fromkeys(key for row in rows for key in row))
     axes, labels = ([key for key in keys if (key in known) == wanted] for wanted in (True, False))
+    masked = "mask" not in (*axes, axis)  # then a column says what the rows have in common, or not
     body: list[list[Cell]] = []
     for row in rows:
         line: list[Cell] = [label_of(row[key]) if key in row else Missing() for key in axes]
+        masks: dict[str, None] = {}
         for label in labels:
             wanted = {**{key: label_of(row[key]) for key in axes if key in row}, axis: label}
             alike = [g for g in groups if wanted.items() <= g.first.labels.items()]
+            masks |= {pairing({}, g.config, g.taus, algorithm=False): None for g in alike}
             compared = len(alike) == 1 and label in row
             mark = departures.mark(alike[0], wanted) if departures is not None and compared else None
             line += beside(row.get(label), alike, what, form((alike or groups)[0], what) if groups else {}, mark)
+        if masked:
+            line.insert(len(axes), ", ".join(masks) or Missing())
         body.append(line)
+    axes += ["mask"] if masked else []
     heads = [f"{label} {kind}" for label in labels for kind in ("published", "measured", "difference")]
     notes = [f"Published: {published['source']}."] if published.get("source") else []
     notes += ["Difference: measured - published.", *remarks(groups, [what])]

@@ -96,7 +96,7 @@ def alpha_picture(skewed: Sequence[Placed], alphas: Sequence[float]) -> Picture:
         kind = words(group, lambda axis: axis not in (*alpha_axes, "mask")) or str(group.config["algorithm"])
         members.setdefault((kind, group.first.mask), []).append(group)
     looking = looks(list(members))
-    lines = [alpha_line(f"{kind} {mask}", looking[kind, mask], inside) for (kind, mask), inside in members.items()]
+    lines = [alpha_line(f"{kind} + {mask}", looking[kind, mask], inside) for (kind, mask), inside in members.items()]
     ends = "; ".join(
         f"{one.label}: {one.y[0]:.0f}% at {one.x[0]:g} to {one.y[-1]:.0f}% at {one.x[-1]:g}" for one in lines
     )

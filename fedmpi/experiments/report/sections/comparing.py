@@ -65,7 +65,7 @@ def sentence(line: Line, test: Comparison, said: str, rows: int) -> str:
     way = f"{size} {'better' if line.gain > 0 else 'worse'} with the mask in the mean" if line.gain else "the same"
     words = verdict(replace(test, p=line.corrected))
     corrected = f", corrected for {rows} rows" if rows > 1 and f"at {ALPHA:g}" in words else ""
-    return f"{pair.label}, mask {pair.mask}: the {said} is {way}; {words}{corrected}."
+    return f"{pair.name} against mean: the {said} is {way}; {words}{corrected}."
 
 
 def picture(lines: Sequence[Line], said: str, ending: str) -> Picture:
@@ -80,7 +80,7 @@ def picture(lines: Sequence[Line], said: str, ending: str) -> Picture:
             mark("with the mask", MASKED, list(line.masked.values()), factor),
         ]
         low, high = (None if end is None else factor * end for end in (test.low, test.high))
-        drawn.append(rows.Pair(Row(f"{pair.label}, {pair.mask}", marks), factor * test.difference, low, high))
+        drawn.append(rows.Pair(Row(pair.name, marks), factor * test.difference, low, high))
     differences = "; ".join(f"{one.row.label}: {one.difference:+.3g}" for one in drawn[:12])
     return Picture(
         f"masks{ending}",

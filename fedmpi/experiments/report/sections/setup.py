@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ....folder import CONFIG
+from ...runs import Run
 from ...tables import Cell, Missing, Number, Table, show
 from ..page import Absent, Code, Fold, Items, Named, Part, Section
 from ..results import config_tables
@@ -16,18 +17,20 @@ from .material import Material
 NAMED = 5  # unfinished runs that are named
 
 
-def choice(cells: Sequence[dict[str, Any]]) -> Section:
+def choice(cells: Sequence[dict[str, Any]], runs: Sequence[Run]) -> Section:
     """What a sweep has chosen from, with the best highlighted: the rest of the report shows that alone."""
     rows: list[list[Cell]] = []
     marked = set()
     for cell in cells:
+        masks = dict.fromkeys(run.mask for run in runs if cell["cell"].items() <= run.labels.items())
+        others = [str(label) for axis, label in cell["cell"].items() if axis != "mask"]
         for tried in cell["tried"]:
             value = tried.get("value")
             if tried["labels"] == cell.get("best"):
                 marked.add((len(rows), 1))
             rows.append(
                 [
-                    ", ".join(map(str, cell["cell"].values())) or "all",
+                    f"{', '.join(others) or 'all'} + {' and '.join(masks)}",
                     ", ".join(f"{axis} {label}" for axis, label in tried["labels"].items()),
                     Missing("not all at their end") if value is None else Number(float(value)),
                 ]
