@@ -36,7 +36,7 @@ from .masks import Mask
 from .options import from_values, plain
 from .run import Given, Outcome, Prepared, prepare, run, settle, trained_tensors
 from .server import ServerRule
-from .stop import Stopped
+from .stop import Stopped, follow_launcher
 
 
 class Link(NamedTuple):
@@ -95,6 +95,7 @@ def train(
     A mistake is a `fedmpi.errors.UserError`, on every rank alike.
     """
     place = find_place(os.environ)
+    follow_launcher(place, os.environ)
 
     def ready() -> Prepared:
         given, chosen = choose(model, data, test, algorithm, out, knobs)

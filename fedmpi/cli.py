@@ -46,7 +46,7 @@ commands:
   requeue   at the end of a batch script: have Slurm start the job again where that is wanted
 
 several ranks (more in docs/guide.md, Slurm in docs/clusters.md):
-  torchrun --standalone --nproc-per-node=2 -m fedmpi train ...
+  fedmpi train --ranks 2 ...
   mpiexec -n 2 python -m mpi4py -m fedmpi train --comm mpi ...
 
 A run that was killed or stopped goes on when the same command is given again.
@@ -81,16 +81,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def train(arguments: list[str]) -> int:
-    """`fedmpi train`: on every rank of whatever launched it."""
+    """`fedmpi train`: on every rank of whatever launched it; with --ranks, launch them."""
+    from .env import find_place
+    from .stop import follow_launcher
+
     began = time.monotonic()  # torch is not imported yet
+    place = find_place(os.environ)
+    follow_launcher(place, os.environ)
     with no_collection():
         from .comm import agree_early, connect
-        from .env import find_place
         from .log import set_up
-        from .options import parse
+        from .options import parse, split_launch
         from .run import prepare, settle
 
-    place = find_place(os.environ)
+    asked_ranks, arguments = split_launch(arguments)
+    if asked_ranks.ranks > 1:
+        from .launcher import launch
+
+        return launch(asked_ranks, arguments)
     set_up(place.rank, place.size)
     try:
         asked = "--comm=mpi" in arguments or ("--comm", "mpi") in zip(arguments, arguments[1:], strict=False)

@@ -255,10 +255,13 @@ def check(asked: Submission) -> None:
 def checked_run(asked: Submission, arguments: list[str]) -> tuple[Config, Path]:
     """The configuration of a run and its folder, checked as `train` does it."""
     from .log import set_up
-    from .options import parse
+    from .options import parse, split_launch
 
     set_up(rank=0, size=1)
-    return checked_config(asked, parse(arguments))
+    launch, rest = split_launch(arguments)
+    if launch.ranks > 1:
+        raise UserError(f"--ranks is {launch.ranks} but jobs start their own ranks; use --ranks_per_node before the '--'")
+    return checked_config(asked, parse(rest))
 
 
 def checked_config(asked: Submission, cfg: Config) -> tuple[Config, Path]:

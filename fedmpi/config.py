@@ -253,6 +253,17 @@ class Config:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
 
 
+@dataclass(frozen=True)
+class Launch:
+    """Ranks that `fedmpi train` starts by itself: no part of what is trained, so never in config.yaml."""
+
+    ranks: int = knob(1, low=1, high=4096)
+    """ranks that this command starts on this machine; in a Slurm step with one task per node, on each node"""
+    max_restarts: int | None = knob(None, low=0, high=1000)
+    """restarts of all --ranks from the newest checkpoint when one dies; null: 3, or 0 on several nodes, whose job is
+    requeued instead"""
+
+
 def knobs(part: Any, prefix: str = "") -> dict[str, Any]:
     """Every knob of a dataclass of the configuration by its dotted name, and the groups among them."""
     out: dict[str, Any] = {}

@@ -6,7 +6,7 @@ function of a mapping, so each case is a row in a test, most of them recorded fr
 Launchers nest: a Slurm step starts one torchrun agent or one MPI proxy a node, and those start the ranks. So they are
 read from the outside in, and the innermost one that names a rank decides:
 
-    srun < submitit < mpi (mpiexec, mpirun) < torchrun
+    srun < submitit < mpi (mpiexec, mpirun) < torchrun < fedmpi (train --ranks)
 
 - An srun task is a process of a numbered step. A batch script and an salloc shell have SLURM_NTASKS too, but no step
   or one with a reserved number: what runs there without a launcher is alone.
@@ -43,6 +43,7 @@ Env = Mapping[str, str]
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 OPENMPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
 PMI = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+STORE = "FEDMPI_STORE"  # set for the ranks of 'fedmpi train --ranks': the file where they meet; empty on several nodes
 SUBMITIT = ("SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_NTASKS", "SUBMITIT_LOCAL_LOCALID", "SUBMITIT_LOCAL_NTASKS")
 
 HOST = r"(?:[\w.-]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"  # in a node list: text and brackets of numbers
@@ -64,7 +65,7 @@ RECORDED = (  # an allow-list: an environment also holds people's passwords
 class Place:
     """Where this process stands among the ranks, and who put it there."""
 
-    launcher: str  # torchrun, mpi, srun, submitit or alone
+    launcher: str  # fedmpi, torchrun, mpi, srun, submitit or alone
     rank: int
     size: int
     local_rank: int  # among the ranks of this node
@@ -74,7 +75,9 @@ class Place:
 
 def find_place(environ: Env) -> Place:
     """The place that the launchers' variables give this process; a UserError where they contradict each other."""
-    place: Place | None = None
+    if STORE in environ and (place := _read(environ, "fedmpi", TORCH)) is not None:
+        return place
+    place = None
     for read in (_srun, _submitit, _mpi, _torchrun):  # from the outside in
         place = read(environ, place)
     return place or Place("alone", 0, 1, 0, 1)
@@ -124,6 +127,7 @@ def check_mpi_world(place: Place, rank: int, size: int) -> None:
         "srun": "start with 'srun --mpi=pmi2' (MPICH) or 'srun --mpi=pmix' (Open MPI), or with mpiexec inside sbatch",
         "submitit": "pass slurm_srun_args=['--mpi=pmi2'] (MPICH) or ['--mpi=pmix'] (Open MPI), or use --comm torch",
         "torchrun": f"use --comm torch, or start with 'mpiexec -n {place.size} python -m mpi4py -m fedmpi ...'",
+        "fedmpi": f"leave out --comm mpi, or start with 'mpiexec -n {place.size} python -m mpi4py -m fedmpi ...'",
         "mpi": "mpi4py loads another MPI library than this mpiexec belongs to; use the mpiexec of the library it loads",
     }
     harm = "each rank would train alone" if size == 1 else "the ranks would not be one federation"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import os
 import re
 import reprlib
@@ -22,7 +23,7 @@ import jsonargparse
 import numpy as np
 import yaml
 
-from .config import Config, knobs
+from .config import Config, Launch, check_bounds, knobs
 from .errors import UserError, nearest
 
 T = TypeVar("T")
@@ -38,6 +39,8 @@ def parse(arguments: list[str]) -> Config:
     """The configuration of a command line: YAML files first, then the options in their order."""
     helps = any(word.startswith(("-h", "--h", "--print")) for word in arguments)
     parser = make_parser("fedmpi train", ABOUT, Config, helps)
+    if helps:
+        parser.add_class_arguments(Launch, as_group=False)
     check_renaming(arguments)
     for before, word in zip(["", *arguments], arguments, strict=False):
         name, equals, value = word.partition("=") if word.startswith("--") else (before, "=", word)
@@ -45,6 +48,29 @@ def parse(arguments: list[str]) -> Config:
             refuse_comment(name.removeprefix("--"), value)
             check_option(name, value)
     return filled(parser, Config, lambda: parser.parse_args(files_first(without_aliases(arguments))))
+
+
+def split_launch(arguments: list[str]) -> tuple[Launch, list[str]]:
+    """Take the options of the launcher out of a command line; return them and the rest."""
+    names, own, rest = [f"--{field.name}" for field in dataclasses.fields(Launch)], [], []
+    words = iter(arguments)
+    for word in words:
+        if word in names:
+            own += [word, *itertools.islice(words, 1)]
+        elif word.partition("=")[0] in names:
+            own.append(word)
+        else:
+            rest.append(word)
+    if not own:
+        return Launch(), rest
+    parser = make_parser("fedmpi train", ABOUT, Launch, helps=False)
+    asked = filled(parser, Launch, lambda: parser.parse_args(own))
+    check_bounds(asked, prefix="")
+    if asked.max_restarts is not None and asked.ranks == 1:
+        raise UserError(
+            f"--max_restarts is {asked.max_restarts} but --ranks is 1; give --ranks 2 or more, or leave it out"
+        )
+    return asked, rest
 
 
 def from_values(values: dict[str, Any]) -> Config:

@@ -13,13 +13,16 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from types import TracebackType
 
-from .errors import AGAIN
+from .env import Place
+from .errors import AGAIN, complain
 
 log = logging.getLogger("fedmpi")
 
@@ -27,6 +30,7 @@ ALL = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 KINDS = ("SIGTERM", "SIGINT", "SIGUSR2", "time")
 INTERRUPTED = 130  # the exit code of a second SIGINT
 ONE_PRESS_SECONDS = 1.0
+LOOK_SECONDS = 1.0  # between looks at whether the launcher is still there
 
 _catching = False
 
@@ -41,6 +45,43 @@ def _let_go() -> None:
 
 
 os.register_at_fork(after_in_child=_let_go)
+
+
+_following = False
+
+
+def follow_launcher(place: Place, environ: Mapping[str, str]) -> None:
+    """End this rank when its launcher is gone: nobody would end or restart it, and the next launch finds it in its way.
+
+    A thread looks at the parent of this process. What is saved stays sound: files are written aside and renamed. Ranks
+    that were started by hand, or by Slurm, which ends them itself, have no such launcher.
+    """
+    global _following
+    elastic = place.launcher == "torchrun" and "TORCHELASTIC_RUN_ID" in environ
+    kept = place.launcher == "submitit" and environ.get("SUBMITIT_EXECUTOR") == "local"
+    if _following or not (place.launcher in ("fedmpi", "mpi") or elastic or kept):
+        return
+    _following = True
+    host, _, number = environ.get("FEDMPI_LAUNCH", "").rpartition("-")  # of launcher.py, or of a script around mpiexec
+    named = int(number) if host == socket.gethostname() and number.isdecimal() else None
+    parent = named if place.launcher == "fedmpi" else os.getppid()
+
+    def look() -> None:
+        while os.getppid() == parent and (named is None or runs(named)):
+            time.sleep(LOOK_SECONDS)
+        with contextlib.suppress(OSError, ValueError):  # nobody may be there to read it
+            complain(f"rank {place.rank}: the launcher is gone; leaving")
+        os._exit(1)
+
+    threading.Thread(target=look, name="fedmpi-launcher", daemon=True).start()
+
+
+def runs(pid: int) -> bool:
+    """Return whether a process of this machine runs; one that nobody has waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return not Path("/proc/self/stat").exists()
 
 
 class Stopped(SystemExit):

@@ -28,8 +28,8 @@ read_arguments() {
 
 # Runs a launcher and sets `code` to what it ended with. Signals to this script go to the launcher, each once: in a
 # group of its own it does not get a Ctrl-C from the terminal too. `asked` is 1 when one of them asked for the end. A
-# second Ctrl-C goes to the ranks as well, because torchrun waits for them and takes no notice. SIGUSR2 is passed on as
-# SIGTERM, which launchers pass on themselves; it would end them.
+# second Ctrl-C goes to the ranks as well. SIGUSR2 is passed on as SIGTERM, which launchers pass on themselves; it would
+# end them.
 watch() {
     local presses=0 passed=0
     set -m

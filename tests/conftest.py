@@ -66,6 +66,7 @@ def rank_environment() -> dict[str, str]:
     """The environment for ranks that a test launches: without this process's own launch variables, with one thread."""
     foreign = ("SLURM_", "PMI", "MPI_", "OMPI_", "SUBMITIT_", "TORCHELASTIC_")
     ours = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
+    ours.pop("FEDMPI_STORE", None)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         ours.pop(name, None)
     return ours | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{REPO}{os.pathsep}{REPO / 'tests'}"}

@@ -1,8 +1,8 @@
 """A crash test for any length of time: `python -m tests.soak --kills 200`.
 
 Runs under real launchers are killed with SIGKILL at random moments: a rank, two of them, or the launcher itself; while
-they start, while they train and, most often, while they write a checkpoint. torchrun brings its ranks back by itself,
-everything else is started again here, now and then on another number of ranks and by the other launcher. Each run must
+they start, while they train and, most often, while they write a checkpoint. torchrun and fedmpi bring their ranks back by
+themselves, everything else is started again here, now and then on another number of ranks and by the other launcher. Each run must
 end with the bits of an undisturbed one, every round in its metrics once, no process left, no shared memory left.
 """
 
@@ -34,14 +34,14 @@ BIN = Path(sys.executable).parent
 SHARED = Path("/dev/shm")
 MARK = "FEDMPI_SOAK"  # in the environment of every process of a run, which is how they are found
 RANK_NAMES = (b"LOCAL_RANK=", b"PMI_RANK=")
-LAUNCHERS, ALGORITHMS = ("torchrun", "mpiexec"), ("scaffold", "fedyogi")
+LAUNCHERS, ALGORITHMS = ("fedmpi", "torchrun", "mpiexec"), ("scaffold", "fedyogi")
 FOREIGN = ("SLURM_", "PMI", "MPI_", "OMPI_", "SUBMITIT_", "TORCHELASTIC_", "FEDMPI_")
 OPTIONS = "--data glyphs --model logistic --clients 24 --cohort 6 --local.steps 3 --eval.samples 100 --eval.every 3"
 OPTIONS += " --mask gma"
 KILLS_A_RUN = 8
 HUNG_SECONDS = 90.0  # without a new process or a new round: nothing here takes that long
 QUIET_SECONDS = 5.0  # after the end, for processes on their way out
-ORPHAN_SECONDS = 60.0  # the same for ranks that have begun to look for a launcher which is gone
+ORPHAN_SECONDS = 20.0  # the same for ranks whose launcher is gone
 
 
 @dataclass
@@ -93,6 +93,8 @@ def train_command(algorithm: str, rounds: int, out: Path) -> list[str]:
 
 def launched(launcher: str, ranks: int, train: list[str]) -> list[str]:
     """The command that starts the ranks."""
+    if launcher == "fedmpi":
+        return [sys.executable, *train, "--ranks", str(ranks), "--max_restarts", "1000"]
     if launcher == "torchrun":
         agent = [str(BIN / "torchrun"), "--standalone", f"--nproc-per-node={ranks}", "--max-restarts=1000"]
         return [*agent, "--monitor-interval=0.1", *train]
@@ -107,14 +109,16 @@ def environment(mark: str) -> dict[str, str]:
 
 def processes(mark: str) -> dict[int, bool]:
     """The processes of a run, whoever their parent is now, and whether each is a rank."""
-    found = {}
+    found, forked = {}, {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             with contextlib.suppress(OSError):
                 names = (entry / "environ").read_bytes().split(b"\0")
                 if f"{MARK}={mark}".encode() in names:
                     found[int(entry.name)] = any(name.startswith(RANK_NAMES) for name in names)
-    return found
+                    if b"--ranks" in (entry / "cmdline").read_bytes():
+                        forked[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    return found | {pid: parent in forked for pid, parent in forked.items()}  # a fork has its launcher's environment
 
 
 def ranks_of(mark: str) -> list[int]:

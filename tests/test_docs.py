@@ -14,7 +14,7 @@ from conftest import REPO, rank_environment
 
 from fedmpi.algorithms import ALGORITHMS
 from fedmpi.masks import MASKS
-from fedmpi.options import parse, single_runs
+from fedmpi.options import parse, single_runs, split_launch
 from fedmpi.run import prepare
 
 PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md")), REPO / "CONTRIBUTING.md", REPO / "CHANGELOG.md"]
@@ -40,7 +40,8 @@ def test_every_command_in_the_documents_is_accepted(
     for run in ("b", "first"):
         (tmp_path / "runs" / run).mkdir(parents=True)
         (tmp_path / "runs" / run / "config.yaml").write_text("tau: 0.3\n")
-    prepare(parse([word for word in words if word not in ("...", "--print_config")]))
+    _, options = split_launch([word for word in words if word not in ("...", "--print_config")])
+    prepare(parse(options))
 
 
 def test_there_are_commands_in_the_documents() -> None:

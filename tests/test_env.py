@@ -70,6 +70,7 @@ BATCH = (
     "SLURM_JOB_ID=7 SLURM_PROCID=0 SLURM_NTASKS=4 SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_TASKS_PER_NODE=2(x2) "
     "SLURM_JOB_NODELIST=127.0.0.[1-2] "
 )
+FEDMPI = "RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 FEDMPI_STORE=/dev/shm/fedmpi-launch-x/attempt-0 "
 HYDRA = "PMI_RANK=3 PMI_SIZE=4 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2 "
 OMPI = " ".join(f"{name}={value}" for name, value in zip(OPENMPI, (3, 4, 1, 2), strict=True)) + " "
 SUBMITIT_LOCAL = (
@@ -83,6 +84,9 @@ PLACES = {
     "torchrun": (torchrun(1, 2, 1, 2), Place("torchrun", 1, 2, 1, 2)),
     "by hand": ("RANK=1 WORLD_SIZE=2", Place("torchrun", 1, 2, 1, 2)),
     "by hand, two nodes": ("RANK=3 WORLD_SIZE=4 LOCAL_WORLD_SIZE=2", Place("torchrun", 3, 4, 1, 2)),
+    "fedmpi train --ranks": (FEDMPI, Place("fedmpi", 3, 4, 1, 2)),
+    "fedmpi train --ranks per node of a step": (step(1, 2, 0, 1, "1(x2)") + FEDMPI, Place("fedmpi", 3, 4, 1, 2)),
+    "fedmpi train --ranks as the one rank of torchrun": (torchrun(0, 1, 0, 1) + FEDMPI, Place("fedmpi", 3, 4, 1, 2)),
     "mpiexec of MPICH": (HYDRA, Place("mpi", 3, 4, 1, 2)),
     "mpirun of Open MPI": (OMPI + "PMIX_RANK=3", Place("mpi", 3, 4, 1, 2)),
     "srun": (step(2, 4, 0, 1, "2(x2)"), Place("srun", 2, 4, 0, 2)),
@@ -314,7 +318,13 @@ def test_mpi_world_must_be_the_promised_one(
 
 @pytest.mark.parametrize(
     ("launcher", "cure"),
-    [("srun", "--mpi=pmi2"), ("submitit", "slurm_srun_args"), ("torchrun", "--comm torch"), ("mpi", "the mpiexec of")],
+    [
+        ("srun", "--mpi=pmi2"),
+        ("submitit", "slurm_srun_args"),
+        ("torchrun", "--comm torch"),
+        ("mpi", "the mpiexec of"),
+        ("fedmpi", "mpiexec -n 4"),
+    ],
 )
 def test_singletons_are_refused_with_a_cure(launcher: str, cure: str) -> None:
     with pytest.raises(UserError, match=f"{launcher} started 4 ranks but MPI sees a world of 1.*train alone.*{cure}"):

@@ -69,7 +69,7 @@ assert gc.isenabled()
 
 @pytest.mark.launchers
 @pytest.mark.timeout(120)
-def test_ranks_under_torchrun_begin_with_what_their_launcher_has_imported(tmp_path: Path) -> None:
+def test_ranks_begin_with_what_their_launcher_has_imported(tmp_path: Path) -> None:
     """A rank would import torch again, at every start, if it were not forked from the launcher that has."""
     (tmp_path / "sitecustomize.py").write_text(
         f"open({str(tmp_path / 'interpreters')!r}, 'a').write(f'{{__import__(\"sys\").orig_argv}}\\n')\n"
@@ -81,13 +81,4 @@ def test_ranks_under_torchrun_begin_with_what_their_launcher_has_imported(tmp_pa
     assert done.returncode == 0 and "2 ranks (torch)" in done.stdout, done.stderr
     begun = (tmp_path / "interpreters").read_text().splitlines()
     if not torch.backends.cuda.is_built():
-        assert len([line for line in begun if "launch/rank" in line]) == 1, begun
-
-
-@pytest.mark.launchers
-@pytest.mark.timeout(120)
-def test_a_mistake_under_torchrun_is_one_sentence_and_nothing_else(tmp_path: Path) -> None:
-    command = ["bash", str(REPO / "launch" / "torchrun.sh"), "2", *TINY.split(), "--tau", "3", "--out", str(tmp_path)]
-    done = subprocess.run(command, env=rank_environment(), capture_output=True, text=True, timeout=100)
-    assert done.returncode == 2
-    assert done.stderr == "fedmpi: --tau is 3.0; it must be in [0, 1]\n" and not done.stdout
+        assert len([line for line in begun if "fedmpi" in line]) == 1, begun

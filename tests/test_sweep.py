@@ -212,8 +212,7 @@ def test_runs_of_several_ranks_have_the_same_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.launchers
-def test_ranks_are_told_to_end_and_not_their_launcher(tmp_path: Path) -> None:
-    """torchrun would kill them after 30 seconds, whatever a round takes."""
+def test_runs_of_several_ranks_stop_in_good_order(tmp_path: Path) -> None:
     knobs = base(rounds=600, local={"steps": 100}, checkpoint={"every": 2, "minutes": 0})
     file, home = write(tmp_path, base=knobs, seeds=1, grid={"mask": ["gma"]}), tmp_path / "out"
     with start(file, "--out", home, "--ranks_per_node", 2) as process:

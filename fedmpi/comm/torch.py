@@ -22,9 +22,9 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
-from ..env import Place, rendezvous
+from ..env import STORE, Place, rendezvous
 from ..errors import RunError, UserError
 from .base import Comm, Wait
 
@@ -146,12 +146,14 @@ def connect_torch(place: Place, device: torch.device, timeout: float, environ: M
 
 
 def meet(place: Place, limit: timedelta, environ: Mapping[str, str]) -> Store:
-    """The store at the address that the launcher gave; torchrun's agent may hold it already."""
+    """Return the store that the launcher named: a file, or an address that torchrun's agent may hold already."""
+    if environ.get(STORE):
+        return FileStore(environ[STORE], place.size)
     meeting = rendezvous(place, environ)
     if meeting is None:
         raise UserError(
             f"{place.size} ranks were launched ({place.launcher}) without a meeting point; "
-            "set MASTER_ADDR and MASTER_PORT, or start with torchrun"
+            "set MASTER_ADDR and MASTER_PORT, or start with 'fedmpi train --ranks'"
         )
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return TCPStore(*meeting, place.size, place.rank == 0, timeout=limit, wait_for_workers=False)

@@ -7,12 +7,11 @@ leaves its runs running; the next sweep in the same folder sees that by their lo
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -113,30 +112,14 @@ class Crew:
         one = self.live[name]
         if not one.why:
             one.why = why
-            end(one.process, self.ranks)
+            one.process.terminate()
 
     def close(self) -> None:
         """Tell all runs to save and leave, and wait for them, however long their rounds take."""
         for one in self.live.values():
-            end(one.process, self.ranks)
+            one.process.terminate()
         for one in self.live.values():
             one.process.wait()
-
-
-def end(process: subprocess.Popen[bytes], ranks: int) -> None:
-    """Tell a run to end: its ranks, as torchrun would kill them 30 seconds after it was told."""
-    told = children(process.pid) if ranks > 1 and process.poll() is None else []
-    for pid in told or [process.pid]:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGTERM)
-
-
-def children(pid: int) -> list[int]:
-    """The processes that a process has started."""
-    try:
-        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
 
 
 def last_words(log: Path, start: int = 0) -> str:
@@ -153,8 +136,8 @@ def last_words(log: Path, start: int = 0) -> str:
 
 def command(config: Path, ranks: int) -> list[str]:
     """What runs a configuration on so many ranks of this machine."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    return [sys.executable, *launcher, "-m", "fedmpi", "train", "--config", str(config)]
+    launch = ["--ranks", str(ranks), "--max_restarts", "0"] if ranks > 1 else []
+    return [sys.executable, "-m", "fedmpi", "train", *launch, "--config", str(config)]
 
 
 def share_of_devices(environ: Mapping[str, str], slot: int, at_once: int) -> dict[str, str]:

@@ -98,7 +98,7 @@ def checked(point: Point, run: Path, local: bool, parsed: dict[str, Config]) -> 
             parsed[key] = from_values(point.values)
         cfg = prepare(replace(parsed[key], seed=point.seed, out=str(run))).cfg
         if local and cfg.comm == "mpi":
-            raise UserError("--comm is mpi, but a sweep on this machine starts its ranks by torchrun; leave it out")
+            raise UserError("--comm is mpi, but a sweep on this machine starts no MPI ranks; leave it out")
     except UserError as error:
         raise UserError(f"run '{point.name}': {error}") from None
     root = None if cfg.data_root is None else str(Path(cfg.data_root).expanduser().absolute())
