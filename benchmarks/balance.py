@@ -75,7 +75,7 @@ def measure(comm: Comm, given: argparse.Namespace, beta: float, folder: str) -> 
         clients=given.clients,
         cohort=given.cohort,
         rounds=given.rounds + 1,
-        log="none",
+        log_to="none",
         out=folder,
         local=Local(batch=given.batch),
         skew=Skew(beta=beta),

@@ -87,7 +87,7 @@ def rank(me: int, folder: Path, began: float, case: dict[str, Any]) -> None:
         rounds=rounds + 1,
         eval=Eval(every=rounds + 1),
         out=str(folder / "run"),
-        log="none",
+        log_to="none",
     )
     prepared = prepare(cfg, Given(arrays, model, algorithm))
     comm = TorchComm(FileStore(str(folder / "meeting"), RANKS), me, RANKS, torch.device("cpu"), 300.0)

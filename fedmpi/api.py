@@ -24,16 +24,17 @@ import torch
 from torch import nn
 
 from .algorithms import Algorithm, MetaStep, Row
+from .aliases import real_name
 from .comm import Comm, agree_early, agreed, connect, share_node
 from .config import Config
 from .data import Arrays, Data, Datasets, as_data
-from .data.own import is_pair
+from .data.own import is_part
 from .env import Place, find_place
 from .errors import CommonError, UserError
 from .local import LocalRule
 from .log import record
 from .masks import Mask
-from .options import from_values, plain
+from .options import as_tree, from_values, plain
 from .run import Given, Outcome, Prepared, prepare, run, settle, trained_tensors
 from .server import ServerRule
 from .stop import Stopped, follow_launcher
@@ -81,13 +82,14 @@ def train(
 
     model      a module, the name of one (as --model), or None for the one that fits the data
     data       the clients' data sets: a list or dict with one for each client, a torch Dataset of (sample, label) pairs
-               or a pair (samples, labels) of arrays. Or data that `split` and `clients` deal out: an `Arrays`, a
-               `Datasets`, or a name (as --data)
-    test       for clients' data sets: what to score the model on, of the same kinds
+               or a pair (samples, labels) of arrays. Or data for `split` and `clients` to split: one such Dataset or
+               pair, an `Arrays`, a `Datasets`, or a name (as --data)
+    test       what to score the model on, a Dataset or a pair; `Arrays`, `Datasets` and data by name have their own
     algorithm  a name (as --algorithm), a `Row`, or an `Algorithm` put together from rules
     out        a run folder, as of the command line; None: nothing is written
     quiet      print nothing
-    knobs      any option of `fedmpi train`: rounds=20, cohort=5, mask="gma", local={"lr": 0.05, "epochs": 2}, ...
+    knobs      any option of `fedmpi train`: rounds=20, cohort=5, mask="gma", local={"lr": 0.05, "epochs": 2}, ...;
+               also by the names of other tools, as on the command line: lr=0.05, epochs=2, batch_size=32
 
     With a run folder, training goes on from the newest checkpoint that is there, and SIGTERM, SIGUSR2 or `max_minutes`
     stop it in good order: it saves, and raises `Stopped`, a SystemExit with code 75.
@@ -99,7 +101,7 @@ def train(
 
     def ready() -> Prepared:
         given, chosen = choose(model, data, test, algorithm, out, knobs)
-        cfg = from_values({"log": "none", **chosen, "out": None if out is None else str(out)})
+        cfg = from_values({"log_to": "none", **chosen, "out": None if out is None else str(out)})
         if isinstance(algorithm, Algorithm) and algorithm.meta is not None and not cfg.meta.size:
             raise UserError("the algorithm has a meta step, but meta is without a size; give meta={'size': SAMPLES}")
         prepared = prepare(cfg, given)
@@ -123,20 +125,20 @@ def choose(
     model: Any, data: Any, test: Any, algorithm: Any, out: Any, knobs: Mapping[str, Any]
 ) -> tuple[Given, dict[str, Any]]:
     """What was handed over, and the knobs that follow from it."""
-    chosen = dict(knobs)
     if not isinstance(out, str | Path | None):
         raise UserError(f"out is {type(out).__name__}; it must be the name of a folder, or None")
+    chosen = as_tree(knobs)
     module = copy.deepcopy(model) if isinstance(model, nn.Module) else None
     made = algorithm if isinstance(algorithm, Row | Algorithm) else None
-    for reserved in ("data", "model", "out", "algorithm"):
-        if reserved in knobs:
-            raise UserError(f"fedmpi.train takes {reserved} by its own argument; leave it out of the knobs")
+    for name in knobs:
+        if (reserved := real_name(name)) in ("data", "model", "out", "algorithm"):
+            raise UserError(f"{name} is not an option here; fedmpi.train takes it as its argument {reserved}")
     if not isinstance(model, nn.Module | str | None):
         raise UserError(f"model is {type(model).__name__}; it must be a torch.nn.Module, a name, or None")
     if not isinstance(algorithm, str | Row | Algorithm):
         raise UserError(f"algorithm is {type(algorithm).__name__}; it must be a name, a Row or an Algorithm")
     if isinstance(algorithm, Algorithm):
-        check_algorithm(algorithm, knobs)
+        check_algorithm(algorithm, chosen)
     chosen |= {"model": model if module is None else None, "algorithm": algorithm if made is None else "own"}
     if isinstance(data, str) or isinstance(data, Arrays | Datasets):
         if test is not None:
@@ -156,9 +158,9 @@ def check_algorithm(algorithm: Algorithm, knobs: Mapping[str, Any]) -> None:
             raise UserError(
                 f"the algorithm's {name} is {type(value).__name__}; see docs/own-algorithm.md for what it is"
             )
-    usual, given = plain(Config()), {name: plain(value) for name, value in knobs.items()}
-    asked = {name for name in ("mask", "tau", "sharpness", "server") if given.get(name, usual[name]) != usual[name]}
-    local = given.get("local") or {}
+    usual = plain(Config())
+    asked = {name for name in ("mask", "tau", "sharpness", "server") if knobs.get(name, usual[name]) != usual[name]}
+    local = knobs.get("local") or {}
     asked |= {f"local.{k}" for k, v in local.items() if k not in WORK and v != usual["local"].get(k)}
     if asked:
         raise UserError(
@@ -168,25 +170,33 @@ def check_algorithm(algorithm: Algorithm, knobs: Mapping[str, Any]) -> None:
 
 
 def of_clients(data: Any, test: Any, chosen: dict[str, Any]) -> Data:
-    """The clients' data sets as one, and, in `chosen`, the split that gives each its own back."""
-    if is_pair(data):
+    """The data of all clients as one: data sets of their own, with the split that gives each its own back in `chosen`,
+    or one data set that is still to be split."""
+    one = is_part(data)
+    if not one and not isinstance(data, Mapping | Sequence):
         raise UserError(
-            "data is one pair (samples, labels); give a list with a pair for each client, or an Arrays and clients="
+            f"data is {type(data).__name__}; it must be a list or dict of the clients' data sets, one Dataset or pair "
+            "(samples, labels) to split, an Arrays, a Datasets, or a name"
         )
-    if isinstance(data, Mapping | Sequence) and not len(data):
+    if not one and not len(data):
         raise UserError("data is empty; give a data set for each client")
-    if not isinstance(data, Mapping | Sequence):
-        raise UserError(
-            f"data is {type(data).__name__}; it must be a list or dict of the clients' data sets, an Arrays, a "
-            "Datasets, or a name"
-        )
     if test is None:
         raise UserError("test is missing; give what the model is to be scored on: a Dataset, or a pair of arrays")
-    if "split" in chosen or "clients" in chosen:
-        raise UserError("split or clients is given beside the clients' data sets, which are the split; leave it out")
-    parts = list(data.values()) if isinstance(data, Mapping) else list(data)
-    chosen |= {"data": "your data", "split": "natural", "clients": len(parts)}
-    chosen.setdefault("cohort", min(10, len(parts)))
+    if one and "clients" not in chosen:
+        raise UserError(
+            'data is one data set; give clients=, and split= such as "iid", "classes" or "dirichlet", to split it, or '
+            "give a list with a data set for each client"
+        )
+    if not one and chosen.keys() & {"split", "clients"}:
+        raise UserError(
+            f"split or clients is given with {len(data)} data sets, one for each client, which are the split; leave it "
+            "out, or give one data set to be split"
+        )
+    parts = list(data.values()) if isinstance(data, Mapping) and not one else data
+    chosen |= {"data": "your data"} if one else {"data": "your data", "split": "natural", "clients": len(parts)}
+    if "cohort" not in chosen:
+        clients = chosen["clients"] if one else len(parts)
+        chosen |= {"cohort": min(10, clients)} if isinstance(clients, int) else {}
     return as_data(parts, test)
 
 

@@ -44,6 +44,7 @@ commands:
   cancel    end submitted runs: 'fedmpi cancel RUN [RUN ...]'
   doctor    what this machine has, what is wrong with it and what helps
   requeue   at the end of a batch script: have Slurm start the job again where that is wanted
+  help      what a command takes: 'fedmpi help train' is 'fedmpi train --help'
 
 several ranks (more in docs/guide.md, Slurm in docs/clusters.md):
   fedmpi train --ranks 2 ...
@@ -63,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if command == "--version":
             print(__version__)
             return 0
+        if command == "help":
+            return main([*rest, "--help"])
         if command not in COMMANDS:
             raise unknown("command", command, COMMANDS)
         return COMMANDS[command](rest)

@@ -18,10 +18,18 @@ from .errors import UserError
 
 MOST = 3e38  # what float32 holds
 
-FREE: tuple[str, ...] = ("out", "comm", "timeout", "workers", "log", "resume", "max_minutes", "data_root")
+FREE: tuple[str, ...] = ("out", "comm", "timeout", "workers", "log_to", "resume", "max_minutes", "data_root")
 FREE += ("evaluate", "memory.", "checkpoint.")
 FREE += ("step.layout",)  # its outcome is in the fingerprint of the model; what was asked for may be 'auto' or 'try'
 """knobs, and the beginnings of groups of them, that do not touch what is trained, or are compared otherwise"""
+
+RENAMED = {"log": "log_to"}
+"""knobs by the names that they had in earlier versions, and those of today; old names are read for ever"""
+
+
+def renamed(tree: Any) -> Any:
+    """A configuration as read from a file, or a part of it, by today's names of the knobs."""
+    return {RENAMED.get(name, name): value for name, value in tree.items()} if isinstance(tree, dict) else tree
 
 
 def knob(
@@ -240,9 +248,8 @@ class Config:
     evaluate: str = "none"
     """what else is measured, a comma between them: clients (test accuracy of those who took part in a round and of the
     others), agreement (by layer), gap (accuracy on training samples), membership (an attack when the run is done)"""
-    log: str = "tensorboard"
-    """sinks beside metrics.jsonl, a comma between them: tensorboard, wandb, mlflow or none. Under torchrun write
-    --log_to: it takes --log for its own"""
+    log_to: str = "tensorboard"
+    """tools that follow the run, next to metrics.jsonl, a comma between them: tensorboard, wandb, mlflow or none"""
     local: Local = field(default_factory=Local)
     step: Step = field(default_factory=Step)
     server: Server = field(default_factory=Server)

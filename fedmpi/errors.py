@@ -50,11 +50,11 @@ def silence(stream: TextIO) -> None:
     os.close(nowhere)
 
 
-def unknown(kind: str, given: str, known: Iterable[str], own: bool = False) -> UserError:
-    """The error for a name that is not in a table, with the nearest match where there is one; `own` where a user's own
-    may stand in its place."""
+def unknown(kind: str, given: str, known: Iterable[str], own: bool = False, near: str | None = None) -> UserError:
+    """The error for a name that is not in a table, with what was probably meant: `near`, or else the nearest match
+    where there is one. `own` where a user's own may stand in its place."""
     names = sorted(known)
-    near = nearest(given, names)
+    near = near or nearest(given, names)
     hint = f"did you mean '{near}'? " if near else ""
     yours = ", or your own as package.module:name" if own else ""
     return UserError(f"unknown {kind} '{given}'; {hint}known: {', '.join(names)}{yours}")

@@ -57,7 +57,7 @@ def sink_names(names: str) -> list[str]:
     wanted = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip() not in ("", "none")))
     for name in wanted:
         if name not in SINKS:
-            raise unknown("sink (--log)", name, [*SINKS, "none"])
+            raise unknown("sink (--log_to)", name, [*SINKS, "none"])
         need(name)
     return wanted
 

@@ -14,7 +14,7 @@ import os
 import re
 import reprlib
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +23,8 @@ import jsonargparse
 import numpy as np
 import yaml
 
-from .config import Config, Launch, check_bounds, knobs
+from .aliases import advice, chosen, real_keywords, real_options, squeezed
+from .config import Config, Launch, check_bounds, knobs, renamed
 from .errors import UserError, nearest
 
 T = TypeVar("T")
@@ -32,11 +33,13 @@ MOST_BYTES = 1_000_000  # of a configuration, which has a few thousand
 LONG = re.compile(r"[-+]?(?:[\d_:]{100,}|0x[\da-f_]{100,}|0b[01_]{100,})", re.IGNORECASE)  # float32 ends at 39 digits
 DEEPEST = 8  # of groups in groups, of which a configuration has two
 SWEEP = {"grid", "variants", "seeds"}  # what a sweep file has, and a run's configuration has not
-ABOUT = "Train a model by federated learning. null means: chosen by the algorithm or by the machine."
+ABOUT = """Train a model by federated learning. null means: chosen by the algorithm or by the machine. Common names of
+other tools are understood, such as --lr for --local.lr and --batch-size for --local.batch: docs/guide.md lists them."""
 
 
 def parse(arguments: list[str]) -> Config:
     """The configuration of a command line: YAML files first, then the options in their order."""
+    arguments = real_options(arguments)
     helps = any(word.startswith(("-h", "--h", "--print")) for word in arguments)
     parser = make_parser("fedmpi train", ABOUT, Config, helps)
     if helps:
@@ -47,7 +50,7 @@ def parse(arguments: list[str]) -> Config:
         if equals:
             refuse_comment(name.removeprefix("--"), value)
             check_option(name, value)
-    return filled(parser, Config, lambda: parser.parse_args(files_first(without_aliases(arguments))))
+    return filled(parser, Config, lambda: parser.parse_args(files_first(arguments)))
 
 
 def split_launch(arguments: list[str]) -> tuple[Launch, list[str]]:
@@ -75,10 +78,15 @@ def split_launch(arguments: list[str]) -> tuple[Launch, list[str]]:
 
 def from_values(values: dict[str, Any]) -> Config:
     """The configuration with these values, groups as dicts or as dataclasses; checked like a command line."""
-    tree = {k: plain(v) for k, v in values.items()}
+    tree = as_tree(values)
     check_keys("fedmpi.train", tree, knobs(Config()))
     parser = parser_of_values()
     return filled(parser, Config, lambda: parser.parse_object(tree))
+
+
+def as_tree(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by the real names of their options, groups as dicts of what differs from the defaults."""
+    return real_keywords({name: plain(chosen(value)) for name, value in values.items()})
 
 
 @functools.cache
@@ -118,11 +126,6 @@ def filled(parser: jsonargparse.ArgumentParser, kind: type[T], read: Callable[[]
     return kind(**{f.name: getattr(values, f.name) for f in dataclasses.fields(kind)})  # type: ignore[arg-type]
 
 
-def without_aliases(arguments: list[str]) -> list[str]:
-    """The arguments with --log_to as --log, which torchrun would take for a short form of its own --log-dir."""
-    return [re.sub("^--log_to(?==|$)", "--log", word) for word in arguments]
-
-
 def recipes() -> dict[str, Path]:
     """The bundled recipes by name."""
     folder = Path(str(resources.files("fedmpi") / "recipes"))
@@ -151,8 +154,14 @@ def files_first(arguments: list[str]) -> list[str]:
         if given is None:
             options.append(word)
         else:
-            files.append(f"--config={find_file(given)}")
+            files.append(f"--config={as_argument(find_file(given))}")
     return files + options
+
+
+def as_argument(file: Path) -> str:
+    """A configuration file for the parser: its path, or its text where it has knobs by earlier names."""
+    tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+    return str(file) if renamed(tree) == tree else yaml.safe_dump(renamed(tree), sort_keys=False)
 
 
 def check_renaming(arguments: list[str]) -> None:
@@ -169,7 +178,7 @@ def check_renaming(arguments: list[str]) -> None:
         for group in ("local", "server")
         if (rule := (tree.get(group) or {}).get("rule")) and f"--{group}.rule" not in options
     ]
-    if fixed and tree.get("algorithm", options["--algorithm"]) != options["--algorithm"]:
+    if fixed and squeezed(tree.get("algorithm", options["--algorithm"])) != squeezed(options["--algorithm"]):
         raise UserError(
             f"--algorithm {options['--algorithm']} with --config {file}, which fixes {' and '.join(fixed)} for its own "
             f"algorithm {tree['algorithm']}; leave --algorithm out, or start from a file without the rules"
@@ -194,7 +203,7 @@ def check_file(path: Path, name: str) -> None:
     tree = read_yaml(path, f"--config {path}")
     if is_sweep(tree):
         raise UserError(f"--config {name} is a sweep; run it with 'fedmpi sweep {shlex.quote(name)}'")
-    check_keys(f"--config {path}", tree, knobs(Config()))
+    check_keys(f"--config {path}", renamed(tree), knobs(Config()))
 
 
 def read_yaml(path: Path, where: str) -> Any:
@@ -285,8 +294,10 @@ def unknown_option(given: str, known: Iterable[str], where: str = "", command: s
     """The sentence for an option that there is not: what it may be short for, or the nearest one."""
     known = list(known)
     near = next((k for k in known if k.startswith(given)), None) or nearest(given, known)
-    hint = f"did you mean '{near}'?" if near else f"'{command} --help' lists what there is"
-    return f"unknown option '{given}'{where}; {hint}"
+    hints = [f"did you mean '{near}'?" if near else None, f"'{command} --help' lists what there is"]
+    if command == "fedmpi train":
+        hints = [advice(given), hints[0], advice(given, roughly=True), hints[1]]
+    return f"unknown option '{given}'{where}; {next(hint for hint in hints if hint)}"
 
 
 def sentence(text: str, known: list[str], command: str = "fedmpi train") -> str:

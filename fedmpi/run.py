@@ -30,12 +30,26 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from . import __version__, folder
-from .algorithms import Algorithm, Row, build, find_row, resolve
+from .algorithms import ALGORITHMS, Algorithm, Row, build, find_row, resolve
+from .aliases import real_value
 from .augment import make_augment
 from .checkpoint import Facts, Found, Progress, Saver, find, restore
 from .comm import Comm, agreed, common_trouble
 from .config import Config, check, knobs
-from .data import SPLITS, Arrays, Data, Ints, Partition, check_weights, dress, find_data, hold_out, load, split
+from .data import (
+    DATASETS,
+    SPLITS,
+    Arrays,
+    Data,
+    Ints,
+    Partition,
+    check_weights,
+    dress,
+    find_data,
+    hold_out,
+    load,
+    split,
+)
 from .data.splits import OWNERS
 from .env import Place, available_cores, choose_device, describe, threads_per_rank
 from .errors import CommonError, RunError, UserError, unknown
@@ -44,10 +58,10 @@ from .folder import CONFIG, FINISHED, MODEL, write
 from .heap import keep_freed
 from .local import RULES
 from .log import Log, read_records, record, report_of, sink_names
-from .masks import MaskKnobs
+from .masks import MASKS, MaskKnobs
 from .measure import Asked, ask, attack, check_folder, measure_names, scored
 from .memory import Memory
-from .models import ModelRow, find_model, make_model
+from .models import MODELS, ModelRow, find_model, make_model
 from .objective import check_outputs, try_objective
 from .paths import Path as StepPath
 from .paths import check_step, faster_layout, try_path
@@ -111,6 +125,7 @@ class Prepared:
 def prepare(cfg: Config, given: Given = NOTHING) -> Prepared:
     """Check everything that needs neither data nor other ranks; a `UserError` names the first mistake."""
     check(cfg)
+    cfg = by_real_names(cfg, given)
     check_threshold(cfg, given.row)
     cfg = resolve(cfg, given.row)
     try:
@@ -153,7 +168,16 @@ def prepare(cfg: Config, given: Given = NOTHING) -> Prepared:
         algorithm = build(cfg)
     model = None if cfg.model is None or given.model is not None else find_model(cfg.model)
     measures = tuple(measure_names(cfg.evaluate))
-    return Prepared(cfg, algorithm, model, work, sink_names(cfg.log), out, given, measures)
+    return Prepared(cfg, algorithm, model, work, sink_names(cfg.log_to), out, given, measures)
+
+
+def by_real_names(cfg: Config, given: Given) -> Config:
+    """The configuration with the rows of our tables by their own names: FedAvg is fedavg, Fashion-MNIST fmnist."""
+    tables: dict[str, Iterable[str]] = {"algorithm": ALGORITHMS, "mask": MASKS, "split": SPLITS, "model": MODELS}
+    tables |= {} if given.data is not None else {"data": DATASETS}
+    words: dict[str, Any] = {name: getattr(cfg, name) for name in tables}
+    real: dict[str, Any] = {n: word and real_value(n, word, tables[n]) for n, word in words.items()}
+    return replace(cfg, **real)
 
 
 def check_threshold(cfg: Config, row: Row | None) -> None:

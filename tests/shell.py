@@ -59,7 +59,7 @@ def settings_of(out: Path, **changes: Any) -> Config:
         clients=8,
         cohort=4,
         rounds=3,
-        log="none",
+        log_to="none",
         local=Local(batch=10, lr=0.05),
         eval=Eval(batch=25),
         out=str(out),

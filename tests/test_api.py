@@ -208,6 +208,47 @@ def test_arrays_and_datasets_are_dealt_out_alike(split: str) -> None:
     assert same(results[0], results[1]) and same(results[0], results[2]) and results[0].config.split == split
 
 
+class Pictures(Dataset):
+    """A Dataset as torchvision has them: with `targets`, and items that it counts."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.data, self.targets, self.read = x, y.tolist(), 0
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        self.read += 1
+        return self.data[index], self.targets[index]
+
+
+@pytest.mark.parametrize("split", ["iid", "classes", "dirichlet", "quantity"])
+def test_one_data_set_is_split_among_clients(split: str) -> None:
+    x, y, _ = pooled()
+    expected = train(linear(), Arrays("mine", CLASSES, x, y, *TEST), None, split=split, clients=4, cohort=4)
+    given = [TensorDataset(x, y), (x, y), (x.numpy(), y.numpy()), Items(x, y), Subset(TensorDataset(x, y), range(49))]
+    for data in (*given, Pictures(x, y)):
+        result = train(linear(), data, TEST, split=split, clients=4)
+        assert same(result, expected) and result.config.cohort == 4
+
+
+def test_labels_at_hand_are_not_read_item_by_item() -> None:
+    x, y, _ = pooled()
+    pictures = Pictures(x, y)
+    knobs = {"num_clients": 30, "alpha": 0.5, "cohort": 1, "rounds": 1, "local": {"steps": 1}}
+    train(linear(), pictures, TEST, split="dirichlet", **knobs)
+    assert pictures.read < 49
+
+
+def test_knobs_by_the_names_of_other_tools() -> None:
+    x, y, _ = pooled()
+    theirs = {"lr": 0.1, "batch_size": 8, "client_momentum": 0.0, "local": {}, "num_clients": 4, "partition": "iid"}
+    assert same(train(linear(), (x, y), **theirs), train(linear(), (x, y), clients=4, split="iid"))
+    assert refused(linear(), (x, y), split="natural", clients=4).startswith("split 'natural' needs a data set that kn")
+    with pytest.raises(UserError, match="dataset is not an option here; fedmpi.train takes it as its argument data"):
+        train(linear(), (x, y), dataset="mnist", clients=4)
+
+
 def test_data_by_name_and_by_import_path(tmp_path: Path) -> None:
     (tmp_path / "api_data.py").write_text("from shell import tiny\n\n\ndef make():\n    return tiny()\n")
     knobs = {"split": "iid", "clients": 8, "cohort": 4}
@@ -360,7 +401,9 @@ WRONG_KNOBS: dict[str, tuple[dict[str, Any], str]] = {
         "unknown option 'colour' in fedmpi.train; 'fedmpi train --help' lists what there is",
     ),
     "dotted": ({"eval.evry": 2}, "unknown option 'eval.evry' in fedmpi.train; did you mean 'eval.every'?"),
-    "dotted beside its group": ({"local.lr": 1}, "'local.lr' in fedmpi.train stands beside its group 'local'"),
+    "an option twice": ({"local.lr": 1}, "local and local.lr are the same option, local.lr; give one of them"),
+    "an option by two names": ({"lr": 1}, "local and lr are the same option, local.lr; give one of them"),
+    "what other tools call it, but not clearly": ({"momentum": 1}, "unknown option 'momentum' in fedmpi.train; --loc"),
     "no group": ({"local": 5}, "'local' in fedmpi.train holds 5; it must hold options"),
     "no value": ({"rounds": None}, "--rounds is null; it must have a value, and 50 is the default"),
     "a word for a number": ({"rounds": "many"}, "--rounds is 'many'; it must be a whole number"),
@@ -374,8 +417,8 @@ WRONG_KNOBS: dict[str, tuple[dict[str, Any], str]] = {
     "no algorithm": ({"algorithm": 3}, "algorithm is int; it must be a name, a Row or an Algorithm"),
     "a row with a number for a word": ({"algorithm": Row("sgd", 3)}, "algorithm 'own' has server = 3; "),  # type: ignore[arg-type]
     "a row with an unknown rule": ({"algorithm": Row("sdg", "sgd")}, "unknown local rule 'sdg'; did you mean 'sgd'?"),
-    "a split of one's own": ({"split": "iid"}, "split or clients is given beside the clients' data sets"),
-    "a number of clients": ({"clients": 3}, "split or clients is given beside the clients' data sets"),
+    "a split of one's own": ({"split": "iid"}, "split or clients is given with 3 data sets, one for each client"),
+    "a number of clients": ({"clients": 3}, "split or clients is given with 3 data sets, one for each client"),
     "an empty folder name": ({"out": ""}, "--out is ''; name a folder, or leave it out"),
     "no such device": ({"device": "cuda:99"}, "device 'cuda:99' but "),
 }
@@ -389,7 +432,7 @@ def test_a_wrong_knob_is_refused_in_a_sentence(case: str) -> None:
 
 @pytest.mark.parametrize("name", ["data", "model", "out", "algorithm"])
 def test_what_has_an_argument_of_its_own_is_no_knob(name: str) -> None:
-    said = f"fedmpi.train takes {name} by its own argument; leave it out of the knobs"
+    said = f"{name} is not an option here; fedmpi.train takes it as its argument {name}"
     with pytest.raises(UserError, match=said):
         api.choose(linear(), pairs(), TEST, "fedavg", None, {name: "x"})
 
@@ -408,9 +451,9 @@ NONE = (torch.zeros(0, FEATURES), torch.zeros(0, dtype=torch.int64))
 WRONG_DATA: dict[str, tuple[Any, Any, str]] = {
     "an empty list": ([], TEST, "data is empty; give a data set for each client"),
     "an empty dict": ({}, TEST, "data is empty; give a data set for each client"),
-    "nothing": (None, TEST, "data is NoneType; it must be a list or dict of the clients' data sets, an Arrays, a"),
-    "one pair": (TEST, TEST, "data is one pair (samples, labels); give a list with a pair for each client"),
-    "one data set": (TensorDataset(*TEST), TEST, "data is TensorDataset; it must be a list or dict of the clients'"),
+    "nothing": (None, TEST, "data is NoneType; it must be a list or dict of the clients' data sets, one Dataset or"),
+    "one pair": (TEST, TEST, "data is one data set; give clients=, and split= such as"),
+    "one Dataset": (TensorDataset(*TEST), TEST, "data is one data set; give clients=, and split= such as"),
     "an array": (TEST[0], TEST, "data is Tensor; it must be a list or dict of the clients' data sets"),
     "words": (["a", "b"], TEST, "your data has a train part of list; it must be"),
     "no length": ([Endless()], TEST, "your data has a train part of list; it must be"),
@@ -648,7 +691,7 @@ def test_a_run_folder_is_that_of_the_command_line(tmp_path: Path, capsys: pytest
     assert all(torch.equal(saved[name], tensor) for name, tensor in weights(result).items())
     assert metrics(result.out) == json.loads(json.dumps(result.history))
     assert [sum(c) for c in json.loads((result.out / "partition.json").read_text())["histogram"]] == [24, 16, 9]
-    train(linear(), pairs(), algorithm=put_together(), out="own", log="tensorboard")
+    train(linear(), pairs(), algorithm=put_together(), out="own", log_to="tensorboard")
     assert (tmp_path / "own" / "tensorboard").is_dir()
     capsys.readouterr()
     assert main(["compare", "run", "own"]) == 0
@@ -671,7 +714,7 @@ def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
 def test_the_command_line_gives_the_same_bits(options: str, tmp_path: Path) -> None:
     (tmp_path / "api_same.py").write_text("from shell import tiny\n\n\ndef make():\n    return tiny()\n")
     same_knobs = "--split dirichlet --clients 8 --cohort 4 --rounds 3 --threads 1 --local.lr 0.05 --local.batch 10"
-    command = f"train --data api_same:make --model logistic {same_knobs} {options} --log none --out cli"
+    command = f"train --data api_same:make --model logistic {same_knobs} {options} --log_to none --out cli"
     assert main(command.split()) == 0
     words = options.replace("--", "").split()
     knobs = dict(zip(words[::2], words[1::2], strict=True)) | {"local": {"lr": 0.05, "batch": 10}}
@@ -711,6 +754,7 @@ def calls(rank: int, out: str | None) -> list[Any]:
     return [
         numbers(train(linear(seed=rank), pairs(), algorithm=put_together(), rounds=3)),
         numbers(train(linear(), noisy, Items(*TEST), algorithm="scaffold", out=out)),
+        numbers(train(linear(), Items(*TEST, noise=0.1), TEST, split="dirichlet", clients=5)),
     ]
 
 
@@ -729,13 +773,13 @@ def test_two_ranks_give_the_same_bits_as_one_and_raise_the_same(tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     told = [json.loads((tmp_path / f"run-{rank}.json").read_text()) for rank in (0, 1)]
     assert told[0] == told[1]
-    assert told[0][:2] == calls(0, None), "rank 0's weights count"
-    assert [said.partition(" of ")[0] for said in told[0][2:5]] == [
+    assert told[0][:3] == calls(0, None), "rank 0's weights count"
+    assert [said.partition(" of ")[0] for said in told[0][3:6]] == [
         "rank 0: model 'Linear' raised RuntimeError for samples [2, 4]",
         "rank 1: model 'Linear' raised RuntimeError for samples [2, 4]",
         "rank 1: --tau is 2.0; it must be in [0, 1]",
     ]
-    assert told[0][5:] == [numbers(train("logistic", pairs()))]
+    assert told[0][6:] == [numbers(train("logistic", pairs()))]
     assert (tmp_path / "run" / "finished.json").exists() and done.stdout == ""
 
 
@@ -746,6 +790,7 @@ def test_two_ranks_give_the_same_bits_as_one_and_raise_the_same(tmp_path: Path) 
         ({"local": {"lr": 0.5, "batch": 4}, "tau": 0.3}, "local.lr, tau"),
         ({"server": {"lr": 2.0}}, "server"),
         ({"local": Local(momentum=0.5)}, "local.momentum"),
+        ({"lr": 0.5}, "local.lr"),
     ],
 )
 def test_knobs_that_an_algorithm_has_already_are_refused(knobs: dict[str, Any], named: str) -> None:

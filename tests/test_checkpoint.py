@@ -474,7 +474,7 @@ def test_threads_are_those_of_the_checkpoint_unless_given(tmp_path: Path) -> Non
 
 
 def test_rounds_that_come_again_are_told_once(tmp_path: Path) -> None:
-    cfg = settings_of(tmp_path / "a", rounds=6, checkpoint=each(2), log="tensorboard")
+    cfg = settings_of(tmp_path / "a", rounds=6, checkpoint=each(2), log_to="tensorboard")
     falls(cfg, stop=3)
     falls(cfg, crash=5)
     with open(tmp_path / "a" / "metrics.jsonl", "a") as file:
@@ -755,7 +755,7 @@ def test_what_does_not_touch_training_may_change(lives: dict[str, Path], tmp_pat
         damaged_run(tmp_path / "moved"),
         comm="torch",
         timeout=33.0,
-        log="tensorboard",
+        log_to="tensorboard",
         workers=1,
         max_minutes=50.0,
         data_root=str(tmp_path),
@@ -943,7 +943,7 @@ def test_a_full_disk_is_a_sentence_and_what_was_saved_is_kept(small_disk: Path, 
 def test_a_full_disk_is_exit_code_1_and_one_line(small_disk: Path) -> None:
     out = small_disk / "run"
     run_it = "-m fedmpi train --model logistic --algorithm scaffold --clients 24 --cohort 6 --local.steps 1 --rounds 12"
-    run_it += f" --eval.every 20 --threads 1 --log none --checkpoint.every 1 --out {out}"
+    run_it += f" --eval.every 20 --threads 1 --log_to none --checkpoint.every 1 --out {out}"
     command = [sys.executable, *run_it.split()]
     full = subprocess.run(command, env=rank_environment(), capture_output=True, text=True, timeout=60)
     assert full.returncode == 1

@@ -208,7 +208,7 @@ OURS = [line for line in LINES if line.startswith("fedmpi train --data my_data:"
 @pytest.fixture
 def page(tmp_path: Path) -> Iterator[Path]:
     """A folder with the page's file to work in."""
-    (tmp_path / "my_data.py").write_text("\n\n".join(BLOCKS[:-1]))
+    (tmp_path / "my_data.py").write_text("\n\n".join(BLOCKS[:-2]))
     with sandbox() as patch:
         patch.chdir(tmp_path)
         patch.setattr(api, "find_place", lambda environ: ALONE)
@@ -222,7 +222,7 @@ def words(command: str) -> list[str]:
 
 
 def test_the_page_has_the_blocks_and_the_commands_that_it_speaks_of() -> None:
-    assert BLOCKS[0].startswith("# my_data.py") and BLOCKS[-1].startswith("# my_run.py") and len(OURS) == 4
+    assert BLOCKS[0].startswith("# my_data.py") and BLOCKS[-2].startswith("# my_run.py") and len(OURS) == 4
     others = [words(line) for line in LINES if line.startswith(("fedmpi", "python", "torchrun", "mpiexec"))]
     of_examples = [words(c) for name in (*TRAINING, "python_call") for c in commands(name)]
     assert all(line in of_examples or line in map(words, OURS) for line in others)
@@ -230,7 +230,7 @@ def test_the_page_has_the_blocks_and_the_commands_that_it_speaks_of() -> None:
 
 @pytest.mark.parametrize("command", OURS, ids=lambda command: words(command)[3])
 def test_the_commands_of_the_page_train(command: str, page: Path) -> None:
-    assert main([*words(command)[1:], "--threads", "1", "--log", "none"]) == 0
+    assert main([*words(command)[1:], "--threads", "1", "--log_to", "none"]) == 0
     finished = json.loads((page / words(command)[-1] / "finished.json").read_text())
     assert set(finished) & {"test_accuracy", "test_hits"}
     lines = [json.loads(line) for line in (page / words(command)[-1] / "metrics.jsonl").read_text().splitlines()]
@@ -242,8 +242,11 @@ def test_the_pages_arrays_its_model_and_its_script(page: Path, capsys: pytest.Ca
     result = api.train("my_data:net", "my_data:arrays", split="natural", clients=20, cohort=10, rounds=5, **knobs)
     assert result.history[-1]["test_accuracy"] > 0.8 and result.model[0].weight.shape == (8, 1, 3, 3)
     capsys.readouterr()
-    exec(BLOCKS[-1].replace("rounds=5", "rounds=5, threads=1"), {})
+    space: dict[str, Any] = {}
+    exec(BLOCKS[-2].replace("rounds=5", "rounds=5, threads=1"), space)
     accuracy, rate = capsys.readouterr().out.splitlines()[-1].split()
+    exec(BLOCKS[-1].replace("rounds=5", "rounds=5, threads=1"), space)
+    assert space["split"].config.clients == 20 and space["split"].config.skew.alpha == 0.5
     assert float(accuracy) > 0.6 and rate == "0.01" and (page / "model.pt").exists()
 
 

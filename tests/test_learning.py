@@ -44,7 +44,7 @@ ALWAYS = ("fedavg", "scaffold", "fedyogi", "fedmeta", "fedgma2021")  # one of ea
 def test_it_learns_from_clients_with_two_classes(algorithm: str, tmp_path: Path) -> None:
     rounds, least = REACHES[algorithm]
     federation = ["--data", "glyphs", "--split", "classes", "--clients", "100", "--cohort", "10", "--model", "lenet"]
-    options = ["--algorithm", algorithm, "--rounds", str(rounds), "--eval.every", "2", "--log", "none"]
+    options = ["--algorithm", algorithm, "--rounds", str(rounds), "--eval.every", "2", "--log_to", "none"]
     options += ["--eval.samples", "2000"]
     prepared = prepare(parse([*federation, *options, "--out", str(tmp_path / "run")]))
     run(prepared, SoloComm(), Place("alone", 0, 1, 0, 1), torch.device("cpu"), {})
@@ -59,7 +59,7 @@ def test_uga_learns_from_writers_as_in_its_paper(tmp_path: Path) -> None:
     """A federation like the paper's, each client one writer with all classes, at higher rates."""
     federation = ["--data", "glyphs", "--split", "natural", "--clients", "500", "--cohort", "10", "--model", "lenet"]
     options = ["--algorithm", "uga", "--local.lr", "0.03", "--server.lr", "0.3", "--rounds", "20", "--eval.every", "2"]
-    rest = ["--eval.samples", "2000", "--log", "none", "--out", str(tmp_path / "run")]
+    rest = ["--eval.samples", "2000", "--log_to", "none", "--out", str(tmp_path / "run")]
     run(prepare(parse([*federation, *options, *rest])), SoloComm(), Place("alone", 0, 1, 0, 1), torch.device("cpu"), {})
     tested = [m["test_accuracy"] for m in metrics(tmp_path / "run") if m["test_accuracy"] is not None]
     assert max(tested) > 0.5, tested  # measured 0.74

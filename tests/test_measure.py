@@ -600,7 +600,7 @@ def test_a_python_call_takes_them_as_any_knob() -> None:
 
 
 def test_a_finished_run_is_attacked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = "--data tiny --split iid --model logistic --clients 8 --cohort 4 --rounds 2 --threads 1 --log none"
+    options = "--data tiny --split iid --model logistic --clients 8 --cohort 4 --rounds 2 --threads 1 --log_to none"
     assert cli.main(["train", *options.split(), "--evaluate", "membership", "--out", "run"]) == 0
     found = json.loads(Path("run/attack.json").read_text())
     assert found["model_sha256"] == sha256(Path("run")) and 0 <= found["loss"]["accuracy"] <= 1

@@ -390,7 +390,7 @@ def patch() -> Iterator[pytest.MonkeyPatch]:
 
 
 SETTINGS = Config(
-    data="given", split="iid", clients=4, cohort=2, rounds=2, log="none", local=Local(batch=5), eval=Eval(batch=4)
+    data="given", split="iid", clients=4, cohort=2, rounds=2, log_to="none", local=Local(batch=5), eval=Eval(batch=4)
 )
 
 
@@ -460,7 +460,7 @@ def noted():
 THING = 7
 """
 
-OPTIONS = "--split iid --clients 4 --cohort 2 --rounds 3 --local.batch 5 --local.lr 0.1 --log none --threads 1".split()
+OPTIONS = "--split iid --clients 4 --cohort 2 --rounds 3 --local.batch 5 --lr 0.1 --log_to none --threads 1".split()
 
 
 @pytest.fixture
@@ -577,7 +577,7 @@ class Drawing(Plain):
 
 def first_weights(data: Any, out: Path, model: Any, seed: int) -> Tensor:
     """The weights that a model by name starts with, by the run that it makes."""
-    cfg = Config(data="mine", split="iid", clients=4, cohort=2, rounds=1, seed=seed, log="none", out=str(out))
+    cfg = Config(data="mine", split="iid", clients=4, cohort=2, rounds=1, seed=seed, log_to="none", out=str(out))
     prepared = prepare(cfg, Given(data, model))
     loaded, partition, meta = load_data(prepared.cfg, data)
     _, task = make_task(prepared, loaded, partition, meta, 1, CPU)

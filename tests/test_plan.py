@@ -23,7 +23,7 @@ from fedmpi.options import parse
 from fedmpi.plan import amount, nodes_of
 from fedmpi.run import prepare, run
 
-TINY = ["--data", "tiny", "--split", "iid", "--model", "test_plan:plain", "--log", "none", "--local.batch", "10"]
+TINY = ["--data", "tiny", "--split", "iid", "--model", "test_plan:plain", "--log_to", "none", "--local.batch", "10"]
 TINY += ["--clients", "12", "--cohort", "5", "--rounds", "2", "--seed", "3", "--checkpoint.keep", "0"]
 RUNS: dict[str, list[str]] = {
     "fedavg": [],

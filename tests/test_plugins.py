@@ -22,7 +22,7 @@ from fedmpi.plugins import call_with, find, import_path
 from fedmpi.run import prepare
 from fedmpi.server import ServerKnobs, make_server
 
-QUICK = "--data tiny --split iid --model logistic --clients 8 --cohort 4 --rounds 2 --threads 1 --log none".split()
+QUICK = "--data tiny --split iid --model logistic --clients 8 --cohort 4 --rounds 2 --threads 1 --log_to none".split()
 
 MINE = """
 import torch

@@ -79,7 +79,7 @@ def finished(out: Path) -> dict[str, Any]:
 def test_a_run_leaves_the_documented_files_and_no_others(tmp_path: Path) -> None:
     train(settings_of(tmp_path / "bare"))
     assert {path.name for path in (tmp_path / "bare").iterdir()} == FILES
-    train(settings_of(tmp_path / "full", log="tensorboard"))
+    train(settings_of(tmp_path / "full", log_to="tensorboard"))
     assert {path.name for path in (tmp_path / "full").iterdir()} == FILES | {"tensorboard"}
     assert len(list((tmp_path / "full" / "tensorboard").iterdir())) == 1
 
@@ -412,7 +412,7 @@ def test_data_that_are_not_there_or_do_not_do_leave_no_folder(
         ({"split": "clases"}, "unknown split 'clases'; did you mean 'classes'"),
         ({"sum": "exat"}, "unknown sum 'exat'; did you mean 'exact'"),
         ({"model": "lent"}, "unknown model 'lent'; did you mean 'lenet'"),
-        ({"log": "tensorboard,wand"}, "unknown sink"),
+        ({"log_to": "tensorboard,wand"}, "unknown sink"),
         ({"algorithm": "fedav"}, "unknown algorithm 'fedav'; did you mean 'fedavg'"),
         ({"mask": "sant"}, "unknown mask 'sant'; did you mean 'sand'"),
         ({"local": Local(work="ful")}, "unknown --local.work 'ful'; did you mean 'full'"),
@@ -481,7 +481,7 @@ def test_ranks_started_alike_go_on() -> None:
 
 def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path: Path) -> None:
     """`fedmpi train ... | head -n 1`"""
-    options = "--rounds 2 --clients 20 --cohort 2 --local.steps 1 --threads 1 --log none".split()
+    options = "--rounds 2 --clients 20 --cohort 2 --local.steps 1 --threads 1 --log_to none".split()
     command = [sys.executable, "-m", "fedmpi", "train", *options, "--out", str(tmp_path / "run")]
     job = subprocess.Popen(command, env=rank_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     job.stdout.readline()

@@ -362,7 +362,7 @@ def test_groups_are_what_differs_in_more_than_the_seed() -> None:
     runs = [
         made([0.5], algorithm="fedavg", mask="gma", local__lr=0.1, seed=1, out="x", comm="mpi", threads=2),
         made([0.5], algorithm="fedavg", mask="gma", local__lr=0.01, seed=0),
-        made([0.5], algorithm="fedavg", mask="gma", local__lr=0.1, seed=0, log="none", checkpoint__keep=0),
+        made([0.5], algorithm="fedavg", mask="gma", local__lr=0.1, seed=0, log_to="none", checkpoint__keep=0),
     ]
     first, second = group(runs)
     assert (first.seeds, second.seeds) == ([0, 1], [0])

@@ -169,7 +169,7 @@ class Lived:
 @pytest.fixture(scope="module")
 def lived(tmp_path_factory: pytest.TempPathFactory) -> Lived:
     out = tmp_path_factory.mktemp("lived") / "my run"
-    options = ["--evaluate", "agreement", "--log", ALL]
+    options = ["--evaluate", "agreement", "--log_to", ALL]
     with Ear() as ear:
         stopped = train(out, *options, "--rounds", "3", "--max_minutes", "0.0001", code=75, **ear.environ)
         [first], config = by_mlflow(out), yaml.safe_load((out / "config.yaml").read_text())
@@ -327,7 +327,7 @@ for round in live(0, 5, 1.0):
     assert [one["round"] for one in metrics(out)] == [1, 2, 3, 4, 5]
     said = done.stderr.splitlines()
     assert len(said) == 2, done.stderr
-    assert {line.split(" (")[0] for line in said} == {"WARNING: --log wandb fails", "WARNING: --log mlflow fails"}
+    assert {line.split(" (")[0] for line in said} == {"WARNING: --log_to wandb fails", "WARNING: --log_to mlflow fails"}
     assert all(line.endswith("); going on without it") for line in said)
 
 
@@ -347,9 +347,9 @@ print(list(live(1, 2, 1.0)))
 """
     done = python("-c", LIVE + code, str(tmp_path / "run"), **store)
     said = done.stdout.splitlines()
-    assert said[0].startswith("--log mlflow cannot begin (ConnectionRefusedError: ") and "leave it out" in said[0]
+    assert said[0].startswith("--log_to mlflow cannot begin (ConnectionRefusedError: ") and "leave it out" in said[0]
     assert said[-1] == "[2]" and [one["round"] for one in metrics(tmp_path / "run")] == [1, 2]
-    assert done.stderr.count("WARNING: --log mlflow fails (ConnectionRefusedError: ") == 1, done.stderr
+    assert done.stderr.count("WARNING: --log_to mlflow fails (ConnectionRefusedError: ") == 1, done.stderr
 
 
 class Broken:
@@ -381,7 +381,7 @@ def test_a_failure_is_told_once(
         for round in range(1, 5):
             log.round(Report(round, 2, (), 1.0, 0.5, 0.5, 8, SECONDS))
     [said] = caplog.records
-    assert said.getMessage() == f"--log tensorboard fails ({why}); going on without it"
+    assert said.getMessage() == f"--log_to tensorboard fails ({why}); going on without it"
     assert len(metrics(tmp_path)) == 4
 
 
@@ -401,7 +401,7 @@ from fedmpi.cli import main
 def test_without_the_packages_everything_else_works(tmp_path: Path) -> None:
     code = f"""
 def run(*more):
-    return main(["train", *{TINY.split()!r}, "--rounds", "1", "--log", *more])
+    return main(["train", *{TINY.split()!r}, "--rounds", "1", "--log_to", *more])
 
 import fedmpi, fedmpi.api, fedmpi.sinks
 assert run("wandb", "--out", {str(tmp_path / "a")!r}) == 2
@@ -410,7 +410,7 @@ assert run("tensorboard", "--out", {str(tmp_path / "c")!r}) == 0
 """
     done = python("-c", BLOCKED + code)
     sentence = (
-        "fedmpi: --log {0} needs the package {0}, which cannot be imported (No module named '{0}'); "
+        "fedmpi: --log_to {0} needs the package {0}, which cannot be imported (No module named '{0}'); "
         "pip install 'fedmpi[{0}]', or leave it out"
     )
     assert done.stderr.splitlines() == [sentence.format("wandb"), sentence.format("mlflow")]
@@ -421,13 +421,13 @@ def test_a_folder_of_that_name_is_no_package(tmp_path: Path, patch: pytest.Monke
     (tmp_path / "wandb").mkdir()
     patch.setattr(sys, "path", [str(tmp_path), *(path for path in sys.path if "site-packages" not in path)])
     patch.delitem(sys.modules, "wandb", raising=False)
-    with pytest.raises(UserError, match=r"--log wandb needs the package wandb, .*\(No module named 'wandb'\)"):
+    with pytest.raises(UserError, match=r"--log_to wandb needs the package wandb, .*\(No module named 'wandb'\)"):
         sink_names("wandb")
 
 
 def test_a_package_that_is_damaged_is_told_too(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(sys.modules, "wandb.proto", None)
-    with pytest.raises(UserError, match=r"--log wandb needs the package wandb.proto, which cannot be imported \("):
+    with pytest.raises(UserError, match=r"--log_to wandb needs the package wandb.proto, which cannot be imported \("):
         sinks.base.imported("wandb", "wandb.proto")
 
 

@@ -86,7 +86,7 @@ def starts(run: Path) -> int:
 def alone(out: Path, *more: str) -> str:
     """The SHA-256 of the model of one of the runs, trained by hand."""
     knobs = "--data glyphs --model logistic --clients 6 --cohort 3 --rounds 3 --local.steps 5 --eval.samples 100"
-    assert main(["train", *knobs.split(), "--threads", "1", "--log", "none", *more, "--out", str(out)]) == 0
+    assert main(["train", *knobs.split(), "--threads", "1", "--log_to", "none", *more, "--out", str(out)]) == 0
     return sha(out)
 
 

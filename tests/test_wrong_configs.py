@@ -39,7 +39,7 @@ GROUPS = sorted({name.partition(".")[0] for name in KNOBS if "." in name})
 IMPORTED = ("algorithm", "mask", "local.rule", "server.rule", "model")  # also package.module:name
 SOUND = {"rounds": 3, "tau": 0.3, "local.lr": 0.1, "algorithm": "scaffold", "server.momentum": 0.5, "eval.batch": 7}
 FOREIGN = "verify names json nodes partition time ranks_per_node executor samples kills help_me config.x".split()
-QUICK = "--data tiny --split iid --model logistic --clients 8 --cohort 4 --rounds 1 --threads 1 --log none".split()
+QUICK = "--data tiny --split iid --model logistic --clients 8 --cohort 4 --rounds 1 --threads 1 --log_to none".split()
 
 Mistake = dict[str, Any]
 """knobs, or what is none, with values: wrong, all of it together"""

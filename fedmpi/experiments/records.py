@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from ..config import Config, knobs
+from ..config import Config, knobs, renamed
 from ..folder import CONFIG
 
 LOADER: type[yaml.SafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -58,7 +58,7 @@ def flat(tree: Any) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ValueError(f"{CONFIG} holds no knobs")
     found: dict[str, Any] = {}
-    for name, value in tree.items():
+    for name, value in renamed(tree).items():
         found |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
     told = {name: DEFAULTS[name] for name in READ} | found
     for name, kind in (NEEDED | READ).items():

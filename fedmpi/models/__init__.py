@@ -10,6 +10,7 @@ parameters named so, or a module that is there already.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,12 +19,13 @@ from typing import Any
 
 from torch import nn
 
+from ..aliases import squeezed
 from ..errors import UserError, unknown
 from ..plugins import call_with, import_path
 from .gru import gru
 from .lenet import cnn, lenet
 from .logistic import logistic
-from .vision import classifier, resnet18_bn, resnet18_gn
+from .vision import classifier, names, resnet18_bn, resnet18_gn
 
 
 @dataclass(frozen=True)
@@ -57,13 +59,22 @@ def find_model(name: str) -> ModelRow:
     """The row of that name, the classifier of torchvision, or what is at that import path."""
     if ":" not in name:
         if name not in MODELS:
-            raise unknown("model", name, [*MODELS, "torchvision:NAME"], own=True)
+            raise unknown_model(name)
         return MODELS[name]
     if name.startswith("torchvision:"):
         make = classifier(name.removeprefix("torchvision:"))
         return ModelRow(make, channels_last=True, takes=IMAGES)  # 0.78 to 1.02, for seven of them
     own = import_path("model", name)
     return ModelRow(partial(copy.deepcopy, own) if isinstance(own, nn.Module) else own)
+
+
+def unknown_model(name: str) -> UserError:
+    """The error for a name that is no row; it names torchvision's classifier of that name, where there is one."""
+    wanted = squeezed(name)
+    near = [known for known in MODELS if squeezed(known).startswith(wanted)]
+    with contextlib.suppress(UserError):  # no torchvision that could be asked
+        near += [f"torchvision:{known}" for known in names() if squeezed(known) == wanted]
+    return unknown("model", name, [*MODELS, "torchvision:NAME"], own=True, near="' or '".join(near))
 
 
 def make_model(name: str, row: ModelRow, offers: Mapping[str, Any], data: str) -> nn.Module:

@@ -57,7 +57,7 @@ class Guarded:
         except Exception as error:
             if not about.done:  # somebody is there to put it right
                 why = in_words(error)
-                raise UserError(f"--log {name} cannot begin ({why}); put that right, or leave it out") from error
+                raise UserError(f"--log_to {name} cannot begin ({why}); put that right, or leave it out") from error
             self.lose(error)
         for record in about.records:
             self.write(record)
@@ -82,7 +82,7 @@ class Guarded:
     def lose(self, error: Exception) -> None:
         """Go on without it."""
         self.sink = None
-        log.warning("--log %s fails (%s); going on without it", self.name, in_words(error))
+        log.warning("--log_to %s fails (%s); going on without it", self.name, in_words(error))
 
 
 def in_words(error: BaseException) -> str:

@@ -96,6 +96,6 @@ def imported(sink: str, module: str) -> Any:
 def missing(sink: str, package: str, why: str) -> UserError:
     """The error for a package that a sink needs."""
     return UserError(
-        f"--log {sink} needs the package {package}, which cannot be imported ({why}); pip install 'fedmpi[{sink}]', or "
-        "leave it out"
+        f"--log_to {sink} needs the package {package}, which cannot be imported ({why}); pip install 'fedmpi[{sink}]', "
+        "or leave it out"
     )

@@ -92,7 +92,7 @@ class Mlflow:
 def address(path: Path) -> str:
     """A SQLite file's address."""
     if "?" in str(path.resolve()):
-        raise UserError(f"--log mlflow: its store cannot lie in {path.parent}, '?' ends a path there; change --out")
+        raise UserError(f"--log_to mlflow: its store cannot lie in {path.parent}, '?' ends a path there; change --out")
     return f"sqlite:///{path.resolve()}"
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from ...config import Config
+from ...config import Config, renamed
 from ...errors import UserError, nearest, unknown
 from ...options import check_keys, check_option, find_file, is_sweep, read_yaml, recipes, unknown_option
 from ..measures import measure
@@ -84,7 +84,8 @@ def read_base(tree: Any, where: str) -> tuple[Knobs, Knobs]:
     start: Knobs = {}
     if "config" in tree:
         file = find_file(str(tree["config"]))
-        start = {k: v for k, v in flat(yaml.safe_load(file.read_text(encoding="utf-8"))).items() if k not in OURS}
+        tree = renamed(yaml.safe_load(file.read_text(encoding="utf-8")))
+        start = {k: v for k, v in flat(tree).items() if k not in OURS}
     own = read_knobs(rest, f"base in {where}")
     fixed = {rule: start[rule] for rule in ("local.rule", "server.rule") if start.get(rule) and rule not in own}
     return start | own, {"algorithm": start.get("algorithm", Config.algorithm)} | fixed if fixed else {}
@@ -92,7 +93,7 @@ def read_base(tree: Any, where: str) -> tuple[Knobs, Knobs]:
 
 def read_knobs(tree: Any, where: str) -> Knobs:
     """Knobs with their values, groups taken apart; refuses what is no knob, and those that a sweep gives itself."""
-    tree = {} if tree is None else tree
+    tree = {} if tree is None else renamed(tree)
     check_keys(where, tree, KNOWN)
     found = flat(tree)
     ours = next((name for name in found if name in OURS), None)
