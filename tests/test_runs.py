@@ -416,7 +416,7 @@ def test_labels_tell_of_another_task_though_the_masks_would_tell_the_groups_apar
         told = labels([made([0.5], mask=mask, **{knob: values[mask == "gma"]}) for mask in ("mean", "gma")])
         assert [label.split(",")[0].split()[-1] for label in told] == [str(value) for value in values]
     swept = [made([0.5], labels={"mask": mask}, mask=mask, data=f"of-{mask}") for mask in ("mean", "gma")]
-    assert labels(swept) == ["fedavg + mean", "fedavg + gma"], "what the labels of a sweep stand for is told by the sweep"
+    assert labels(swept) == ["fedavg + mean", "fedavg + gma"], "the sweep says what its labels stand for"
 
 
 def test_plain_averaging_has_no_threshold() -> None:

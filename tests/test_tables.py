@@ -275,14 +275,15 @@ def test_runs_that_are_not_done_have_no_part_in_a_mean() -> None:
     table = summary_table(group(runs), ["best", "rounds:0.99"])
     assert cells(table, "fedavg + gma")["best accuracy"] == "60.00 (1 of 2)"
     assert cells(table, "fedavg + gma")["rounds"] == "1 (of 12)"
-    assert cells(table, "fedavg + mean")["best accuracy"] == "10.00", "but where there is nothing else, what there is is shown"
+    assert cells(table, "fedavg + mean")["best accuracy"] == "10.00", "where there is nothing else, it is shown"
     assert cells(table, "fedavg + mean")["rounds to 99%"] == "not yet"
     assert "2 runs are not done: left out of the means, unless no run of the group is done." in table.notes
 
 
 def test_a_metric_that_falls_is_no_accuracy() -> None:
     table = summary_table(group([made([0.5, 0.25], metric="error", rises=False)]), reach=[0.3])
-    assert cells(table, "fedavg + gma")["best error"] == "0.2500" and cells(table, "fedavg + gma")["rounds to 0.3"] == "2"
+    row = cells(table, "fedavg + gma")
+    assert row["best error"] == "0.2500" and row["rounds to 0.3"] == "2"
     assert "Less error is better." in table.notes and "Accuracies in percent." not in table.notes
 
 
