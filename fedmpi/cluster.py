@@ -260,9 +260,7 @@ def checked_run(asked: Submission, arguments: list[str]) -> tuple[Config, Path]:
     set_up(rank=0, size=1)
     launch, rest = split_launch(arguments)
     if launch.ranks > 1:
-        raise UserError(
-            f"--ranks is {launch.ranks} but jobs start their own ranks; use --ranks_per_node before the '--'"
-        )
+        raise UserError(f"--ranks is {launch.ranks} but a job has ranks of its own; use 'submit --ranks_per_node'")
     return checked_config(asked, parse(rest))
 
 

@@ -12,6 +12,7 @@ import fcntl
 import itertools
 import os
 import random
+import secrets
 import signal
 import socket
 import subprocess
@@ -24,6 +25,7 @@ from submitit import LocalExecutor
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE, Controller, LocalJob
 
 from .cluster import add_life
+from .env import SECRET
 from .errors import AGAIN, UserError, complain
 from .jobs import FILES, KEEPER, verdict
 
@@ -105,6 +107,7 @@ class Keeper(Controller):
         """Let the run live until it is done or not to begin again; returns the code of its last life."""
         for life in itertools.count():
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+            os.environ[SECRET] = secrets.token_hex(32)
             os.environ |= {"FEDMPI_RESTART_COUNT": str(life), "FEDMPI_LAUNCH": f"keeper {self.pid}"}
             self.start_tasks()
             code = overall(self.wait())

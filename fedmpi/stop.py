@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -21,7 +22,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 
-from .env import Place
+from .env import STORE, Place
 from .errors import AGAIN, complain
 
 log = logging.getLogger("fedmpi")
@@ -71,6 +72,8 @@ def follow_launcher(place: Place, environ: Mapping[str, str]) -> None:
             time.sleep(LOOK_SECONDS)
         with contextlib.suppress(OSError, ValueError):  # nobody may be there to read it
             complain(f"rank {place.rank}: the launcher is gone; leaving")
+        if environ.get(STORE):
+            shutil.rmtree(Path(environ[STORE]).parent, ignore_errors=True)  # where the ranks met
         os._exit(1)
 
     threading.Thread(target=look, name="fedmpi-launcher", daemon=True).start()

@@ -2,7 +2,7 @@
 
 Runs under real launchers are killed with SIGKILL at random moments: a rank, two of them, or the launcher itself; while
 they start, while they train and, most often, while they write a checkpoint. torchrun and fedmpi bring their ranks back
-by themselves, everything else is started again here, now and then on another number of ranks and by the other launcher.
+by themselves, everything else is started again here, now and then on another number of ranks and by another launcher.
 Each run must end with the bits of an undisturbed one, every round in its metrics once, no process and no shared memory
 left.
 """

@@ -313,7 +313,7 @@ LOCAL = ["--executor", "local"]
         ([*LOCAL], ["train", "--tau", "2"], "--tau is 2.0; it must be in [0, 1]"),
         ([*LOCAL], ["train", "--algorithm", "fedadm"], "unknown algorithm 'fedadm'; did you mean 'fedadam'?"),
         ([*LOCAL], ["train", "--comm", "mpi"], "--comm is mpi but local jobs start no MPI ranks by themselves"),
-        ([*LOCAL], ["train", "--ranks", "2"], "--ranks is 2 but jobs start their own ranks; use --ranks_per_node"),
+        ([*LOCAL], ["train", "--ranks", "2"], "--ranks is 2 but a job has ranks of its own; use 'submit"),
         ([*LOCAL, "--mpi", "pmi2"], ["train"], "--mpi pmi2 is srun's, but --executor is local"),
         ([*LOCAL], ["train", "--out", "runs/50%j"], "has a character that Slurm takes for more than itself"),
     ],

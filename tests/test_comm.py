@@ -6,21 +6,26 @@ import logging
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import _gloo_rank, rank_environment
 from contract import check_contract
+from torch.distributed import FileStore, PrefixStore, TCPStore
 
 from fedmpi.comm import Comm, SoloComm, node, pick
 from fedmpi.comm.mpi import host_view
 from fedmpi.comm.node import create, share_node
+from fedmpi.comm.sealed import SealedStore, serve
 from fedmpi.comm.threads import run_threads
+from fedmpi.comm.torch import connect_torch
 from fedmpi.env import Place
 from fedmpi.errors import RunError, UserError
 
@@ -230,3 +235,92 @@ def test_the_transport_follows_the_launcher(which: str, launcher: str, size: int
 def test_an_unknown_transport_is_refused_with_the_nearest_match() -> None:
     with pytest.raises(UserError, match="did you mean 'torch'"):
         pick("torhc", Place("alone", 0, 1, 0, 1))
+
+
+LEFT = """
+import gc, os, sys, time, weakref
+import torch.distributed as dist
+import torch
+from fedmpi.comm.torch import TorchComm
+
+def threads():
+    return {open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")}
+
+comm = TorchComm(dist.FileStore(sys.argv[1], 1), 0, 1, torch.device("cpu"), 30.0)
+group = weakref.ref(dist.group.WORLD)
+deadline = time.monotonic() + 10
+while not any("gloo" in name for name in threads()):  # they name themselves
+    assert group() is not None and time.monotonic() < deadline
+import torch.distributed.nn.functional
+comm.close()
+gc.collect()
+assert group() is None, gc.get_referrers(group())
+assert not any("gloo" in name for name in threads()), threads()
+"""
+
+
+@pytest.mark.processes
+def test_nothing_holds_a_process_group_that_is_closed(tmp_path: Path) -> None:
+    """Static destructors would find its threads alive, and abort the process."""
+    environ = rank_environment() | {"GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-c", LEFT, str(tmp_path / "store")]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_value_without_the_right_seal_is_refused(tmp_path: Path) -> None:
+    inner = FileStore(str(tmp_path / "store"), 1)
+    ours, theirs = SealedStore(inner, "secret"), SealedStore(inner, "another")
+    ours.set("key", b"value")
+    assert ours.get("key") == b"value" and PrefixStore("k", ours) is not None
+    for forge in (
+        lambda: inner.set("key", "value"),
+        lambda: inner.set("key", ""),
+        lambda: theirs.set("key", b"value"),
+        lambda: inner.set("key", inner.get("other")),
+    ):
+        ours.set("other", b"value")
+        forge()
+        with pytest.raises(RunError, match="holds 'key' without the seal of this run"):
+            ours.get("key")
+    assert ours.add("count", 2) == 2 and ours.check(["other"]) and not ours.check(["nothing"])
+
+
+def over_tcp(rank: int, port: int, forged: bool) -> None:
+    """A rank of two at a port of 127.0.0.3; rank 1 may be a stranger's who does not know the secret."""
+    place = Place("srun", rank, 2, rank, 2)
+    world = {"MASTER_ADDR": "127.0.0.3", "MASTER_PORT": str(port), "FEDMPI_SECRET": "known to the ranks"}
+    if rank == 1 and forged:
+        store = TCPStore("127.0.0.3", port, 2, False, timedelta(seconds=30), wait_for_workers=False)
+        store.set("fedmpi/0//cpu//0/1", "\0" * 200)
+        return
+    if forged:
+        with pytest.raises(RunError, match="without the seal of this run"):
+            connect_torch(place, torch.device("cpu"), 30.0, world)
+        return
+    comm = connect_torch(place, torch.device("cpu"), 30.0, world)
+    x = torch.ones(3)
+    comm.sum(x)
+    assert x.tolist() == [2, 2, 2]
+    if rank == 0:
+        listening = Path("/proc/net/tcp").read_text()
+        assert f"0300007F:{port:04X} 00000000:0000 0A" in listening, "at the address that was given"
+        assert f" 00000000:{port:04X} " not in listening, "and at no other"
+        assert f" {'0' * 32}:{port:04X} " not in Path("/proc/net/tcp6").read_text()
+    comm.barrier()
+    comm.close()
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("forged", [False, True])
+def test_ranks_meet_at_one_address_through_sealed_values(forged: bool) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.3", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(over_tcp, (port, forged), nprocs=2)
+
+
+def test_a_port_that_is_taken_is_one_sentence() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(RunError, match="is in use"):
+        serve("127.0.0.1", taken.getsockname()[1], 2, True, timedelta(seconds=5))

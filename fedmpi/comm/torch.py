@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import socket
 import sys
 import time
@@ -21,15 +22,21 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+
+# Imported while there is no process group: its functions keep the default group of that moment as a default argument.
+# Imported later, by torch._dynamo say, it would hold the group beyond `close`, and static destructors, which find the
+# group's threads alive, would abort the process after all work is done.
+import torch.distributed.nn.functional
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
-from ..env import STORE, Place, rendezvous
+from ..env import SECRET, STORE, Place, rendezvous
 from ..errors import RunError, UserError
 from .base import Comm, Wait
+from .sealed import SealedStore, serve
 
 ROLL_CALL_SECONDS = 5.0
-AGENT_LIMIT = timedelta(seconds=20)
+AGENT_LIMIT = timedelta(seconds=10)
 
 
 class TorchComm(Comm):
@@ -39,6 +46,7 @@ class TorchComm(Comm):
 
     def __init__(self, store: Store, rank: int, size: int, device: torch.device, timeout: float) -> None:
         super().__init__(rank, size)
+        self.base = store  # one that is written in Python has to be kept by Python
         self.store, self.device, self.timeout = PrefixStore("fedmpi", store), device, timeout
         self.backend = "nccl" if device.type == "cuda" else "gloo"
         self.calls = 0
@@ -66,6 +74,9 @@ class TorchComm(Comm):
         started = time.monotonic()
         try:
             call()
+        except RunError:
+            self.close()
+            raise
         except RuntimeError as error:
             hung = time.monotonic() - started >= self.timeout
             why = f"hung for longer than the timeout of {self.timeout:g} s" if hung else "dead, or cut off at work"
@@ -156,7 +167,16 @@ def meet(place: Place, limit: timedelta, environ: Mapping[str, str]) -> Store:
             "set MASTER_ADDR and MASTER_PORT, or start with 'fedmpi train --ranks'"
         )
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return TCPStore(*meeting, place.size, place.rank == 0, timeout=limit, wait_for_workers=False)
+        host, port = meeting
+        one_node = place.size == place.local_size
+        if one_node and "MASTER_ADDR" not in environ:
+            host = "127.0.0.1"
+        inner = (
+            serve(host, port, place.size, one_node, limit)
+            if place.rank == 0
+            else TCPStore(host, port, place.size, False, timeout=limit, wait_for_workers=False)
+        )
+        return SealedStore(inner, environ[SECRET]) if environ.get(SECRET) else inner
     # The agent was there before its ranks: where it is gone, so is the launch. Its store outlives a restart of the
     # ranks, so each attempt gets keys of its own.
     store = TCPStore(*meeting, place.size, False, timeout=min(limit, AGENT_LIMIT))
@@ -165,14 +185,16 @@ def meet(place: Place, limit: timedelta, environ: Mapping[str, str]) -> Store:
 
 
 def store_over_mpi(place: Place, limit: timedelta) -> Store:
-    """A store on a port that rank 0 asked its system for, told to the others over MPI: so NCCL works under mpirun."""
+    """Make a store on a port that rank 0 asked its system for; MPI takes its address and a secret to the other ranks.
+
+    So NCCL works under mpirun.
+    """
     from .mpi import import_world
 
     world = import_world(place)
     one_node = place.size == place.local_size
-    address = world.bcast("127.0.0.1" if one_node else socket.gethostname(), root=0)
-    if place.rank == 0:
-        store = TCPStore(address, 0, place.size, True, timeout=limit, wait_for_workers=False)
-        world.bcast(store.port, root=0)
-        return store
-    return TCPStore(address, world.bcast(None, root=0), place.size, False, timeout=limit)
+    address = "127.0.0.1" if one_node else socket.gethostname()
+    inner = serve(address, 0, place.size, one_node, limit) if place.rank == 0 else None
+    told = (address, inner.port, secrets.token_hex(32)) if inner is not None else None
+    address, port, secret = world.bcast(told, root=0)
+    return SealedStore(inner or TCPStore(address, port, place.size, False, timeout=limit), secret)
