@@ -40,8 +40,9 @@ commands:
   data      data sets: 'fedmpi data list', 'prepare' and 'show'; 'fedmpi data --help' tells more
   plan      what a run would send, hold and wait for: 'fedmpi plan --ranks 2 4 64 ...'
   submit    hand a run to Slurm: 'fedmpi submit --nodes 2 --time 60 -- train ...'
-  status    how runs are doing: 'fedmpi status RUN [RUN ...]'
-  cancel    end submitted runs: 'fedmpi cancel RUN [RUN ...]'
+  status    how runs and sweeps are doing: 'fedmpi status [RUN ...]'; without RUN all of runs/
+  logs      what a run has printed: 'fedmpi logs RUN', and -f to follow it
+  cancel    end submitted runs and sweeps: 'fedmpi cancel RUN [RUN ...]'
   doctor    what this machine has, what is wrong with it and what helps
   requeue   at the end of a batch script: have Slurm start the job again where that is wanted
   help      what a command takes: 'fedmpi help train' is 'fedmpi train --help'
@@ -219,8 +220,9 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "data": elsewhere("datacmd"),
     "plan": elsewhere("plan"),
     "submit": elsewhere("cluster", "submit"),
-    "status": elsewhere("cluster", "status"),
-    "cancel": elsewhere("cluster", "cancel"),
+    "status": elsewhere("experiments.status", "status"),
+    "logs": elsewhere("experiments.logs"),
+    "cancel": elsewhere("experiments.status", "cancel"),
     "requeue": elsewhere("cluster", "requeue"),
     "doctor": elsewhere("doctor"),
 }

@@ -1,4 +1,4 @@
-"""Runs as jobs: `fedmpi submit`, `status`, `cancel`, and `requeue`, which belongs into batch scripts.
+"""Runs as jobs: `fedmpi submit`, what `fedmpi cancel` does to them, and `requeue`, which belongs into batch scripts.
 
 A job has several lives. `submit` checks everything here, where somebody reads what is wrong, and hands the run to
 Slurm through submitit. In its batch script, behind srun, stands `fedmpi requeue`: a run that stopped in good order, as
@@ -24,10 +24,9 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -42,10 +41,9 @@ from .jobs import (
     LIVES,
     Job,
     alive,
-    in_words,
     job_of,
+    jobs_of,
     look,
-    look_at,
     newest_checkpoint,
     stopped_well,
     verdict,
@@ -56,8 +54,6 @@ from .slurm import ask_slurm, slurm_job
 if TYPE_CHECKING:
     from submitit.helpers import DelayedSubmission
 
-R = TypeVar("R", bound="Runs")
-
 EXECUTORS = ("slurm", "local")
 MANAGERS = ("none", "pmi2", "pmix")
 SLURM_ONLY = ("partition", "time", "cpus_per_rank", "mem", "account", "qos", "constraint", "signal_seconds")
@@ -67,8 +63,6 @@ UNSENT = re.compile(r"[0-9a-f]{32}\.pkl|\.submission_file_[0-9a-f]{32}\.sh")  # 
 PATIENCE = 60.0  # seconds that `cancel` waits for the end
 
 SUBMIT_ABOUT = "Submit a training run as a job: 'fedmpi submit [options] -- train [options of train]'."
-STATUS_ABOUT = "How it stands with runs, whoever started them: state, round, rate, time left, the tail of the error."
-CANCEL_ABOUT = "End the jobs of runs. Their checkpoints are kept: the same submission goes on from there."
 REQUEUE_ABOUT = "In a batch script, behind the run: put the job into the queue again where that makes sense."
 
 
@@ -516,34 +510,9 @@ class Nothing:
     """No options."""
 
 
-@dataclass(frozen=True)
-class Runs:
-    """Run folders."""
-
-    runs: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Looked(Runs):
-    """What `status` is asked for."""
-
-    json: bool = False
-
-
-def status(arguments: list[str]) -> int:
-    """`fedmpi status RUN [RUN ...] [--json]`: how it stands with runs."""
-    asked = folders("status", STATUS_ABOUT, Looked, arguments)
-    seen = look_at([Path(run) for run in asked.runs])
-    print(json.dumps(seen, indent=2) if asked.json else "\n\n".join(map(in_words, seen)), flush=True)
-    return 0
-
-
-def cancel(arguments: list[str]) -> int:
-    """`fedmpi cancel RUN [RUN ...]`: end the jobs of runs."""
-    asked = folders("cancel", CANCEL_ABOUT, Runs, arguments)
-    runs = [Path(run) for run in asked.runs]
-    jobs = [running_job(run) for run in runs]
-    for run, job in zip(runs, jobs, strict=True):
+def cancel_jobs(jobs: dict[Path, Job]) -> list[str]:
+    """End the jobs of run folders and wait for their end; returns a line about each."""
+    for run, job in jobs.items():
         try:
             folder.write(run / CANCELLED, json.dumps({"time": time.time(), "job": job.id}) + "\n")
         except OSError as error:
@@ -553,25 +522,26 @@ def cancel(arguments: list[str]) -> int:
         except RunError:
             (run / CANCELLED).unlink()  # it goes on
             raise
-    gone = [wait_until(partial(ended, run, job)) for run, job in zip(runs, jobs, strict=True)]
-    for run, job, done in zip(runs, jobs, gone, strict=True):
-        saved = newest_checkpoint(run)
-        kept = "no checkpoint was written" if saved is None else f"the checkpoint of round {saved} is kept"
-        word = "cancelled" if done else "told to end, and still ending"
-        print(f"{run}: {job} {word}; {kept}: submit it again to go on", flush=True)
-    return 0
+    wait_until(lambda: not still_alive(jobs))
+    left = still_alive(jobs)
+    return [
+        f"{run}: {job} {'told to end, and still ending' if run in left else 'cancelled'}; {kept(run)}: submit it again "
+        "to resume"
+        for run, job in jobs.items()
+    ]
 
 
-def folders(command: str, about: str, kind: type[R], arguments: list[str]) -> R:
-    """What a command on run folders is asked for."""
-    parser = make_parser(f"fedmpi {command}", about, Nothing)
-    parser.add_argument("runs", nargs="*", metavar="RUN", help="run folder")
-    if kind is Looked:
-        parser.add_argument("--json", action="store_true", help="for programs: a list of JSON objects")
-    asked = filled(parser, kind, lambda: parser.parse_args(arguments))
-    if not asked.runs:
-        raise UserError(f"{command} was given no run folder; name one or more: fedmpi {command} RUN [RUN ...]")
-    return asked
+def kept(run: Path) -> str:
+    """What is kept of a run that was ended, in words."""
+    saved = newest_checkpoint(run)
+    return "no checkpoint was written" if saved is None else f"the checkpoint of round {saved} is kept"
+
+
+def still_alive(jobs: dict[Path, Job]) -> list[Path]:
+    """The runs whose jobs wait or run still, or of which Slurm does not answer."""
+    facts = [facts for _, facts in jobs_of(list(jobs))]
+    known = zip(jobs.items(), facts, strict=True)
+    return [run for (run, job), found in known if found is None or alive(run, job, found)]
 
 
 def running_job(run: Path) -> Job:
@@ -599,12 +569,6 @@ def end(job: Job) -> None:
     if said is None or said.returncode:
         why = " ".join((said.stderr if said else "it does not answer").split())
         raise RunError(f"scancel {job.id} failed: {why}")
-
-
-def ended(run: Path, job: Job) -> bool:
-    """Whether a job neither waits nor runs any more."""
-    answers = job.executor == "local" or slurm_job(job.id) is not None
-    return answers and not alive(run, job)
 
 
 def wait_until(true: Callable[[], bool], seconds: float = PATIENCE) -> bool:

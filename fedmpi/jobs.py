@@ -270,13 +270,17 @@ def rate_of(rounds: list[dict[str, Any]]) -> float | None:
 
 def errors_of(run: Path, job: Job | None) -> list[str]:
     """The last lines of the newest error logs of a job, each log with its name in front."""
-    folder = Path(os.path.normpath(run / str(read_json(run / JOB).get("logs", FILES))))
-    logs = [] if job is None else sorted(folder.glob(f"{job.id}_*_log.err"), key=age)[-3:]
+    logs = [] if job is None else sorted(log_folder(run).glob(f"{job.id}_*_log.err"), key=age)[-3:]
     out: list[str] = []
     for path in logs:
         if lines := tail_of(path):
             out += [f"{path}:", *(f"  {line}" for line in lines)]
     return out
+
+
+def log_folder(run: Path) -> Path:
+    """Where the job of a run writes its logs."""
+    return Path(os.path.normpath(run / str(read_json(run / JOB).get("logs", FILES))))
 
 
 def age(path: Path) -> float:

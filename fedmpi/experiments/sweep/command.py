@@ -13,9 +13,10 @@ from typing import Any
 
 from ...cluster import Submission
 from ...cluster import check as check_submission
-from ...config import check_bounds, knob
+from ...config import Config, check_bounds, knob
 from ...errors import AGAIN, UserError, complain
 from ...options import filled, make_parser
+from ..runs import pairing
 from .grid import Point
 from .orders import LOGS, Todo, describe, keep, make_todo, so_far
 from .overview import Screen, rows_of, table
@@ -67,11 +68,12 @@ def main(arguments: list[str]) -> int:
     screen = Screen()
     if asked.dry_run:
         for point in todo.points:
-            screen.say(f"{point.name}  {in_short(point)}")
-        screen.say(f"{len(todo.points)} runs in {todo.home}; nothing was started")
+            screen.say(f"{point.name}  {in_short(point, todo.configs[point.name])}")
+        threads = f", {many_threads(todo)}" if todo.threads else ""
+        screen.say(f"{len(todo.points)} runs in {todo.home}{threads}; nothing was started")
         return 0
     if asked.status:
-        screen.say(table(rows_of(todo.points, todo.home), asked.jobs or 1))
+        screen.say(table(rows_of(todo.names, todo.home), asked.jobs or 1))
         return 0
     describe(todo)
     if asked.executor == "slurm":
@@ -145,9 +147,15 @@ def fetch_data(todo: Todo) -> None:
             raise UserError(f"run '{name}': {error}") from None
 
 
-def in_short(point: Point) -> str:
-    """The labels of a point."""
-    return ", ".join([*(f"{axis} {label}" for axis, label in point.labels.items()), f"seed {point.seed}"])
+def in_short(point: Point, cfg: Config) -> str:
+    """The labels of a point, its algorithm and mask among them."""
+    config = {"algorithm": cfg.algorithm, "mask": cfg.mask, "tau": cfg.tau}
+    rest = [f"{axis} {label}" for axis, label in point.labels.items() if axis not in ("algorithm", "mask")]
+    return ", ".join([pairing(point.labels, config, taus=True), *rest, f"seed {point.seed}"])
+
+
+def many_threads(todo: Todo) -> str:
+    return f"{todo.threads} thread{'s' * (todo.threads != 1)} per rank"
 
 
 def conclude(todo: Todo, screen: Screen) -> int:
@@ -155,7 +163,8 @@ def conclude(todo: Todo, screen: Screen) -> int:
     choices = pick(todo.sweep, so_far(todo), todo.home)
     if (rule := todo.sweep.choose) is not None:
         keep(todo.home / CHOSEN, json.dumps(record(choices, rule), indent=2) + "\n")
-        screen.say(in_words(choices, rule))
+        masks = {name: str(cfg.mask) for name, cfg in todo.configs.items()}
+        screen.say(in_words(choices, rule, masks))
     left = [point.name for point in todo.left]
     if left:
         some = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")

@@ -44,6 +44,8 @@ class Live:
     """the bytes of its log that are of earlier lives"""
     why: str = ""
     """why it was given up"""
+    told: bool = False
+    """whether it was told to end with the sweep"""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,8 @@ class Ended:
     """whether it saved more rounds than it had, so that another life may bring it further"""
     last_words: str
     """the last thing that it said, its own error first"""
+    told: bool = False
+    """whether it was told to end with the sweep"""
 
     @property
     def finished(self) -> bool:
@@ -65,6 +69,12 @@ class Ended:
     @property
     def stopped(self) -> bool:
         return stopped_well(self.code, self.order.run)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether it was told to end before it could save: while it started. What failed by itself has said why."""
+        ours = self.told and not self.finished and not self.stopped
+        return ours and not self.last_words.startswith("fedmpi: ")
 
 
 class Crew:
@@ -105,7 +115,8 @@ class Crew:
 
     def _ended(self, one: Live) -> Ended:
         moved = (newest_checkpoint(one.order.run) or 0) > one.saved
-        return Ended(one.order, one.process.returncode, one.why, moved, last_words(one.order.log, one.logged))
+        said = last_words(one.order.log, one.logged)
+        return Ended(one.order, one.process.returncode, one.why, moved, said, one.told)
 
     def give_up(self, name: str, why: str) -> None:
         """Tell a run to save and leave for good."""
@@ -117,6 +128,7 @@ class Crew:
     def close(self) -> None:
         """Tell all runs to save and leave, and wait for them, however long their rounds take."""
         for one in self.live.values():
+            one.told = True
             one.process.terminate()
         for one in self.live.values():
             one.process.wait()

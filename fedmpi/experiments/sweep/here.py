@@ -6,17 +6,19 @@ import dataclasses
 import os
 import time
 from collections import deque
+from pathlib import Path
 
 import yaml
 
 from ... import folder
 from ...folder import CONFIG, FINISHED
-from ...jobs import duration
+from ...jobs import duration, newest_checkpoint
 from .crew import Crew, Ended, Order, told_to_end
 from .grid import Point
 from .orders import CONFIGS, LOGS, Todo, at_its_end, keep, note_given_up
 from .overview import Row, Screen, row_of
 from .pick import due, out_of_it, without_hope
+from .presence import announced
 
 POLL = 0.2  # seconds between two looks at the processes
 DRAWN = 1.0  # seconds between two looks at what the runs have come to
@@ -41,8 +43,11 @@ class Here:
         """Run all of them; whether it was told to end before that."""
         count, at_once = len(self.points), self.crew.at_once
         done = count - len(self.waiting)
-        self.screen.say(f"{self.todo.sweep.name}: {count} runs in {self.todo.home}, {done} done, {at_once} at a time")
-        with told_to_end() as told:
+        threads = f", {self.todo.threads} thread{'s' * (self.todo.threads != 1)} per rank" if self.todo.threads else ""
+        self.screen.say(
+            f"{self.todo.sweep.name}: {count} runs in {self.todo.home}, {done} done, {at_once} at a time{threads}"
+        )
+        with told_to_end() as told, announced(self.todo.home):
             try:
                 while (self.waiting or self.elsewhere or self.crew.live) and not told:
                     self.start_some()
@@ -86,13 +91,15 @@ class Here:
             if not ended.finished and folder.holder(order.run) is not None:  # which began at the same moment
                 self.elsewhere.append(order)
                 continue
-            if ended.moved and not (ended.finished or ended.stopped or ended.why):
+            if ended.moved and not (ended.finished or ended.stopped or ended.why or ended.told):
                 self.screen.say(f"{order.name} ended with code {ended.code}; it goes on from its checkpoint")
                 self.waiting.appendleft(order)
                 continue
             row = self.row(self.points[order.name], state_of(ended))
             self.rows[order.name] = row
             self.screen.say(in_words(ended, row))
+            if ended.interrupted and (order.run / CONFIG).exists():
+                note_interrupted(order.run)
 
     def look(self) -> None:
         """See how far the runs have come, give up those without hope, and draw."""
@@ -131,7 +138,12 @@ def state_of(ended: Ended) -> str:
     """The state in which a run has ended."""
     if ended.finished:
         return "finished"
-    return "given up" if ended.why else "stopped" if ended.stopped else "failed"
+    return "given up" if ended.why else "stopped" if ended.stopped or ended.interrupted else "failed"
+
+
+def note_interrupted(run: Path) -> None:
+    """Note in a run folder that its last start was interrupted: that is no failure."""
+    folder.add_stop(run, newest_checkpoint(run) or 0, "interruption", {})
 
 
 def in_words(ended: Ended, row: Row) -> str:
@@ -145,4 +157,6 @@ def in_words(ended: Ended, row: Row) -> str:
         return f"{name} given up after round {row.round}: {ended.why}"
     if ended.stopped:
         return f"{name} stopped after round {row.round}"
+    if ended.interrupted:
+        return f"{name} interrupted while it started; the same command resumes it"
     return f"{name} failed with code {ended.code}: {ended.last_words or 'it did not say why'}"

@@ -24,7 +24,7 @@ from ...config import Config, knobs
 from ...errors import UserError
 from ...folder import CONFIG, FINISHED, read_json
 from ...options import from_values
-from ..records import flat
+from ..records import flat, tree_of
 from ..runs import IDLE, SWEEP, word
 from .grid import Point, Sweep, points
 from .pick import GIVEN_UP
@@ -44,10 +44,16 @@ class Todo:
     """of the points, checked"""
     recipe: Sweep
     """the sweep as its file has it, whatever the command line changes"""
+    threads: int | None = None
+    """threads per rank of the runs whose labels do not say; None: all of them say"""
 
     def run(self, point: Point) -> Path:
         """The run folder of a point."""
         return self.home / point.name
+
+    @property
+    def names(self) -> list[str]:
+        return [point.name for point in self.points]
 
     @property
     def left(self) -> list[Point]:
@@ -79,17 +85,36 @@ def make_todo(sweep: Sweep, chosen: list[Point], home: Path, local: bool, recipe
     with one of them."""
     check_home(home, sweep)
     parsed: dict[str, Config] = {}
-    configs = {point.name: checked(point, home / point.name, local, parsed) for point in chosen}
-    todo = Todo(sweep, home, chosen, configs, recipe)
+    threads = common_threads(home, chosen)
+    configs = {point.name: checked(point, home / point.name, local, parsed, threads or 1) for point in chosen}
+    todo = Todo(sweep, home, chosen, configs, recipe, threads)
     for point in chosen:
         same_as_before(todo.run(point), todo.configs[point.name])
     return todo
 
 
-def checked(point: Point, run: Path, local: bool, parsed: dict[str, Config]) -> Config:
-    """The configuration of a point, with every name looked up. On the `local` machine a rank has one thread unless the
-    file says more, so that the bits do not depend on how many runs share it. Knobs that were `parsed` are not parsed
-    once more for another seed: that takes 50 ms."""
+def common_threads(home: Path, chosen: list[Point]) -> int | None:
+    """Return the threads per rank of all runs whose labels do not say: what the file or --set says, else what the sweep
+    had before, else 1. The same wherever the runs are, as bits depend on it. None if threads are an axis."""
+    said = {point.knobs.get("threads") for point in chosen}
+    before = read_json(home / SWEEP).get("threads")
+    if said == {None}:
+        return before if isinstance(before, int) else 1
+    if len(said) > 1:
+        return 1 if None in said else None
+    (threads,) = said
+    if isinstance(before, int) and threads != before:
+        raise UserError(
+            f"--out {home} holds a sweep with {before} threads per rank, and threads is {threads} now: the bits would "
+            f"differ; choose another --out, or --set threads={before}"
+        )
+    return threads if isinstance(threads, int) else None  # what is no number is refused with its run's name
+
+
+def checked(point: Point, run: Path, local: bool, parsed: dict[str, Config], threads: int) -> Config:
+    """The configuration of a point, with every name looked up, and with the `threads` of the sweep where it says none:
+    bits depend neither on the machine nor on how many runs share it. A run that an older version began has those that
+    it had. Knobs that were `parsed` are not parsed once more for another seed: that takes 50 ms."""
     from ...run import prepare
 
     key = json.dumps(point.labels)
@@ -102,7 +127,16 @@ def checked(point: Point, run: Path, local: bool, parsed: dict[str, Config]) -> 
     except UserError as error:
         raise UserError(f"run '{point.name}': {error}") from None
     root = None if cfg.data_root is None else str(Path(cfg.data_root).expanduser().absolute())
-    return replace(cfg, data_root=root, threads=cfg.threads or (1 if local else None))
+    return replace(cfg, data_root=root, threads=cfg.threads or begun_with(run) or threads)
+
+
+def begun_with(run: Path) -> int | None:
+    """Return the threads per rank that a run has begun with; None if it has not."""
+    try:
+        threads = tree_of((run / CONFIG).read_text(encoding="utf-8")).get("threads")
+    except (OSError, ValueError, AttributeError, yaml.YAMLError):
+        return None
+    return threads if isinstance(threads, int) else None
 
 
 def check_home(home: Path, sweep: Sweep) -> None:
@@ -153,6 +187,7 @@ def describe(todo: Todo) -> None:
     about: dict[str, Any] = {"name": sweep.name, "about": sweep.about}
     about["axes"] = {axis: list(labels) for axis, labels in sweep.axes.items()}
     about["runs"] = runs
+    about |= {"threads": todo.threads} if todo.threads is not None else {}
     about |= {"choose": dataclasses.asdict(sweep.choose)} if sweep.choose is not None else {}
     about |= {"reach": list(sweep.reach)} if sweep.reach else {}
     if sweep.published:

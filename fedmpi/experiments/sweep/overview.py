@@ -8,17 +8,22 @@ from __future__ import annotations
 import shutil
 import sys
 from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import TextIO
+from typing import Any, TextIO
+
+import yaml
 
 from ...errors import silence
 from ...folder import CONFIG, read_json
 from ...jobs import JOB, duration, progress, states_of
+from ..records import flat, tree_of
+from ..runs import pairing
 from .crew import last_words
-from .grid import Point
-from .orders import LOGS
+from .orders import CONFIGS, LOGS
 from .pick import GIVEN_UP, was_given_up
 
 AT_REST = ("finished", "given up", "stopped", "cancelled", "failed", "unknown")
@@ -40,11 +45,15 @@ class Row:
     minutes_left: float | None = None
     minutes: float | None = None
     """what it took, or will take, in all"""
+    label: str = ""
+    """its algorithm and mask"""
+    threads: int | None = None
+    """threads per rank"""
 
 
-def rows_of(points: list[Point], folder: Path) -> list[Row]:
-    """How it stands with the runs of a sweep."""
-    runs = [folder / point.name for point in points]
+def rows_of(names: Iterable[str], folder: Path) -> list[Row]:
+    """Return how it stands with the runs of a sweep, by their names."""
+    runs = [folder / name for name in names]
     begun = [run for run in runs if (run / CONFIG).exists() or (run / JOB).exists()]
     states = dict(zip(begun, states_of(begun), strict=True))
     return [row_of(run, *states.get(run) or before_its_folder(run)) for run in runs]
@@ -60,14 +69,23 @@ def row_of(run: Path, state: str, why: str) -> Row:
     """How it stands with one run whose state is known."""
     if was_given_up(run):
         state, why = "given up", str(read_json(run / GIVEN_UP).get("why", ""))
+    config = config_of(run)
+    label, threads = pairing({}, config, taus=True) if config else "", config.get("threads")
     if not (run / CONFIG).exists() and not (run / JOB).exists():
-        return Row(run.name, state, why)
+        return Row(run.name, state, why, label=label, threads=threads)
     seen = progress(run, state)
     rate, rounds = seen["rounds_a_minute"], seen["rounds"]
     minutes = rounds / rate if rate and rounds else None
-    return Row(
-        run.name, state, why, seen["round"], rounds, seen["metric"], seen["value"], seen["minutes_left"], minutes
-    )
+    score = (seen["metric"], seen["value"])
+    return Row(run.name, state, why, seen["round"], rounds, *score, seen["minutes_left"], minutes, label, threads)
+
+
+def config_of(run: Path) -> dict[str, Any]:
+    """Return the knobs of a run, or those that its sweep will start it with; empty if neither can be read."""
+    for file in (run / CONFIG, run.parent / CONFIGS / f"{run.name}.yaml"):
+        with suppress(OSError, ValueError, yaml.YAMLError):
+            return flat(tree_of(file.read_text(encoding="utf-8")))
+    return {}
 
 
 def minutes_left(rows: list[Row], at_once: int) -> float | None:
@@ -86,23 +104,32 @@ def summary(rows: list[Row], at_once: int) -> str:
     told = ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])
     left = minutes_left(rows, at_once)
     more = f"; about {duration(left)} left" if left and any(row.state not in AT_REST for row in rows) else ""
-    return f"{len(rows)} runs: {told}{more}"
+    used = sorted({row.threads for row in rows if row.threads})
+    threads = f"; {' or '.join(map(str, used))} thread{'s' * (used != [1])} per rank" if used else ""
+    return f"{len(rows)} runs: {told}{more}{threads}"
 
 
-def line(row: Row, width: int) -> str:
-    """One run in one line."""
+def line(row: Row, width: int, labels: int = 0) -> str:
+    """One run in one line; `width` and `labels` are the widths of name and label."""
     done = round(BAR * row.round / row.rounds) if row.rounds else 0
     bar = f"[{'#' * done}{'.' * (BAR - done)}] {row.round}/{row.rounds or '?'}"
     score = f"  {row.metric} {row.value:.4f}" if row.value is not None else ""
     left = f"  {duration(row.minutes_left)} left" if row.minutes_left is not None else ""
     why = f"  ({row.why})" if row.why else ""
-    return f"{row.name.ljust(width)}  {row.state.ljust(8)}  {bar}{score}{left}{why}"
+    label = f"{row.label.ljust(labels)}  " if labels else ""
+    return f"{row.name.ljust(width)}  {label}{row.state.ljust(8)}  {bar}{score}{left}{why}"
+
+
+def lines_of(rows: Sequence[Row]) -> list[str]:
+    """Each run in one line, aligned."""
+    width = max((len(row.name) for row in rows), default=0)
+    labels = max((len(row.label) for row in rows), default=0)
+    return [line(row, width, labels) for row in rows]
 
 
 def table(rows: list[Row], at_once: int) -> str:
     """Every run, and all of them in one line."""
-    width = max((len(row.name) for row in rows), default=0)
-    return "\n".join([*(line(row, width) for row in rows), summary(rows, at_once)])
+    return "\n".join([*lines_of(rows), summary(rows, at_once)])
 
 
 class Screen:
@@ -125,9 +152,8 @@ class Screen:
         columns, height = shutil.get_terminal_size()
         moving = [row for row in rows if row.state == "running"]
         shown = moving[: max(1, height - 4)]
-        width = max((len(row.name) for row in shown), default=0)
         hidden = [f"and {len(moving) - len(shown)} more"] if len(moving) > len(shown) else []
-        lines = [line(row, width) for row in shown] + hidden + [summary(rows, at_once)]
+        lines = lines_of(shown) + hidden + [summary(rows, at_once)]
         self._write(self._wiped() + "".join(f"{text[: columns - 1]}\n" for text in lines))
         self.drawn = len(lines)
 

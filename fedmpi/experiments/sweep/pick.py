@@ -9,6 +9,7 @@ are left are not.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -83,12 +84,14 @@ def record(choices: list[Choice], rule: Choose) -> dict[str, Any]:
     return {"by": rule.by, "last": rule.last, "over": list(rule.over), "cells": [asdict(choice) for choice in choices]}
 
 
-def in_words(choices: list[Choice], rule: Choose) -> str:
-    """The choices, a line for each cell."""
+def in_words(choices: list[Choice], rule: Choose, masks: Mapping[str, str]) -> str:
+    """The choices, a line for each cell, with the masks of its runs, which `masks` has by their names."""
     what = f"mean training loss of the last {rule.last} rounds" if rule.by == "train_loss" else "best test metric"
     lines = [f"chosen by {what}:"]
     for choice in choices:
-        cell = ", ".join(choice.cell.values()) or "all"
+        used = dict.fromkeys(masks[name] for one in choice.tried for name in one.runs if name in masks)
+        cell = ", ".join(label for axis, label in choice.cell.items() if axis != "mask") or "all"
+        cell += f" + {' and '.join(used)}" if used else ""
         if choice.best is None:
             lines.append(f"  {cell}: nothing; no labels have all their runs finished with a finite value")
             continue

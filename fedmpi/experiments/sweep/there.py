@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 from ...array import submit_runs
 from ...cluster import Submission, end
-from ...errors import RunError
+from ...errors import RunError, UserError
 from ...jobs import SILENT, job_of
 from .crew import told_to_end
 from .orders import Todo, note_given_up
@@ -19,9 +20,10 @@ BUSY = ("running", "queued", "requeued")
 
 def submit(todo: Todo, asked: Submission, at_once: int | None, screen: Screen) -> None:
     """Hand the runs that are neither done nor in the queue to Slurm."""
-    states = {row.name: row.state for row in rows_of(todo.points, todo.home)}
+    states = {row.name: row.state for row in rows_of(todo.names, todo.home)}
     wanted = [point for point in todo.left if states[point.name] not in BUSY]
     busy = len(todo.left) - len(wanted)
+    asked = with_cores(asked, todo, screen)
     jobs = submit_runs(asked, [(todo.configs[p.name], todo.run(p)) for p in wanted], todo.home, at_once)
     done = len(todo.points) - len(todo.left)
     screen.say(f"{todo.sweep.name}: {len(todo.points)} runs in {todo.home}, {done} done, {busy} in the queue already")
@@ -31,13 +33,27 @@ def submit(todo: Todo, asked: Submission, at_once: int | None, screen: Screen) -
         screen.say(f"{len(jobs)} submitted as {what}; see 'fedmpi sweep ... --status', or add --watch")
 
 
+def with_cores(asked: Submission, todo: Todo, screen: Screen) -> Submission:
+    """Return the submission with a core for each thread of a rank, unless it asks for more."""
+    threads = max(cfg.threads or 1 for cfg in todo.configs.values())
+    cores = asked.cpus_per_rank
+    if cores is not None and cores < threads:
+        raise UserError(
+            f"--cpus_per_rank is {cores}, but a rank of this sweep has {threads} threads; leave it out, or give at "
+            f"least {threads}"
+        )
+    if cores is not None and cores > threads:
+        screen.say(f"a rank has {cores} cores and uses {threads}: threads belong to the sweep (--set threads=N)")
+    return replace(asked, cpus_per_rank=cores or threads)
+
+
 def watch(todo: Todo, at_once: int, screen: Screen) -> bool:
     """Show how it stands until nothing runs any more, and give up what has no hope; whether it was told to leave."""
     compared: dict[str, int] = {}
     states: dict[str, str] = {}
     with told_to_end() as told:
         while not told:
-            rows = rows_of(todo.points, todo.home)
+            rows = rows_of(todo.names, todo.home)
             for row in rows:
                 if states.get(row.name) != row.state and not screen.live:
                     screen.say(f"{row.name} {row.state}{f' ({row.why})' if row.why else ''}")
