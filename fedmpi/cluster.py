@@ -62,6 +62,25 @@ SUBMITTED = "submitted.yaml"  # the configuration as it was checked
 UNSENT = re.compile(r"[0-9a-f]{32}\.pkl|\.submission_file_[0-9a-f]{32}\.sh")  # submitit's files, before there is a job
 PATIENCE = 60.0  # seconds that `cancel` waits for the end
 
+# In a batch script, before the run: a secret that only the job's processes have, another one for each start; and srun
+# in the background, because a signal to the script itself (scancel --batch) would end bash at once, or, with a trap, be
+# noticed only when the run is done.
+SEAL = """FEDMPI_SECRET=$(head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \\n')  # seals the ranks' rendezvous
+export FEDMPI_SECRET"""
+BATCH_SRUN = """srun() {  # in the background, so that a signal to this script is passed on to the ranks, which save
+    local code=0 signalled=0 step
+    command srun "$@" </dev/null &
+    step=$!
+    trap 'signalled=1; kill -USR2 "$step" 2>/dev/null || true' TERM USR2
+    while :; do
+        wait "$step" && code=0 || code=$?
+        ((signalled)) || break
+        signalled=0
+    done
+    trap '' TERM USR2  # nothing keeps the job from being requeued
+    return "$code"
+}"""
+
 SUBMIT_ABOUT = "Submit a training run as a job: 'fedmpi submit [options] -- train [options of train]'."
 REQUEUE_ABOUT = "In a batch script, behind the run: put the job into the queue again where that makes sense."
 
@@ -398,7 +417,7 @@ def slurm_parameters(asked: Submission, out: Path) -> dict[str, Any]:
         "qos": asked.qos,
         "constraint": asked.constraint,
         "srun_args": srun,
-        "setup": None if asked.setup is None else [asked.setup],
+        "setup": [SEAL, BATCH_SRUN] + ([] if asked.setup is None else [asked.setup]),
         "teardown": [f"{requeue_command(asked)} --run {shlex.quote(str(out))} $?", "exit $?"],
         "additional_parameters": {"requeue": True},  # also where the cluster does not do so by default
     }

@@ -11,6 +11,7 @@ in C ends this one.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -34,6 +35,7 @@ import torch
 
 from . import __version__
 from .comm import Comm, connect, pick, share_node, tell_all
+from .comm.leftovers import leftovers
 from .comm.torch import backends
 from .config import check_bounds, knob
 from .data import DATASETS
@@ -356,6 +358,34 @@ def shared_memory(place: Place, asked: Asked) -> Iterator[Finding]:
     free = shutil.disk_usage(shm).free
     small = used and free < LEAST_SHARED
     yield Finding(WARN if small else OK, "shared memory", f"{shm}: {amount(free)} free", cure if small else "")
+    if left := leftovers():
+        names = ", ".join(path.name for path in left)
+        yield Finding(OK, "shared memory", f"left by killed runs: {names}; the next run on several ranks removes them")
+
+
+def rendezvous_store(place: Place, asked: Asked) -> Iterator[Finding]:
+    """Where torchrun's agent listens: what others write there it unpickles."""
+    if place.launcher != "torchrun" or place.local_rank or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    meeting = rendezvous(place, os.environ)
+    if meeting is not None and open_to_others(meeting[1]):
+        text = f"torchrun's agent listens on all interfaces (port {meeting[1]}) and, unless --rdzv-backend is static, "
+        text += "unpickles what it finds there: whoever reaches that port can run commands as you"
+        cure = "start with 'fedmpi train --ranks N' instead, at least on a machine that others use too"
+        yield Finding(WARN, "torchrun", text, cure)
+
+
+def open_to_others(port: int) -> bool:
+    """Return whether a process of this machine listens at a port for others than this machine."""
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+                _, local, _, state, *_ = line.split()
+                address, number = local.split(":")
+                inside = address in ("0100007F", "00000000000000000000000001000000")
+                if state == "0A" and int(number, 16) == port and not inside:
+                    return True
+    return False
 
 
 def memory(place: Place, asked: Asked) -> Iterator[Finding]:
@@ -398,7 +428,7 @@ def meeting(place: Place, asked: Asked) -> Iterator[Finding]:
 
 CHECKS: tuple[Callable[[Place, Asked], Iterator[Finding]], ...] = (
     *(python, torch_, devices, threads, mpi, slurm, submitit, data, disk, shared_memory, memory, files),
-    *(launcher, meeting),
+    *(launcher, meeting, rendezvous_store),
 )
 NEEDED = ("devices", "mpi", "torch", "meeting", "launcher")  # without which there is no use in trying to connect
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import fcntl
 import gc
 import os
 import shutil
@@ -31,7 +30,7 @@ from typing import NoReturn
 
 import torch
 
-from .comm.node import MEMORY
+from .comm.leftovers import MEMORY, in_use, sweep
 from .config import Launch
 from .env import STORE, TORCH, Place, find_place, rendezvous
 from .errors import AGAIN, UserError, complain
@@ -50,6 +49,7 @@ def launch(asked: Launch, arguments: list[str]) -> int:
     node = find_place(os.environ)
     check(asked, node, parse(arguments).comm)
     restarts = asked.max_restarts if asked.max_restarts is not None else RESTARTS if node.size == 1 else 0
+    sweep()
     gc.freeze()  # or the first collection in a rank would write to, and so copy, the memory that it shares
     with meeting_folder() as folder, blocked_signals():
         for attempt in range(restarts + 1):
@@ -99,15 +99,13 @@ def variables(count: int, node: Place, store: Path, attempt: int) -> dict[str, s
 
 @contextlib.contextmanager
 def meeting_folder() -> Iterator[Path]:
-    """Make a folder that only its owner can enter, locked while a process of this launch is alive (comm/node.py)."""
+    """Make a folder that only its owner can enter, in use while a process of this launch is alive."""
     shared = MEMORY if os.access(MEMORY, os.W_OK) else None
     folder = Path(tempfile.mkdtemp(prefix="fedmpi-launch-", dir=shared))
-    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(lock, fcntl.LOCK_SH)
-        yield folder
+        with in_use(folder):
+            yield folder
     finally:
-        os.close(lock)
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -21,6 +21,11 @@ read_arguments "$@"
 mpiexec=$root/.venv/bin/mpiexec
 [[ -x $mpiexec ]] || mpiexec=mpiexec
 
+# On this machine alone the ranks have no use for another network interface (UCX and libfabric, which MPICH talks through).
+if [[ -z ${SLURM_JOB_ID-}${PBS_JOBID-}${LSB_JOBID-}${JOB_ID-}${HYDRA_HOST_FILE-} ]]; then
+    export UCX_NET_DEVICES=${UCX_NET_DEVICES:-lo} FI_TCP_IFACE=${FI_TCP_IFACE:-lo}
+fi
+
 asked=0
 export FEDMPI_LAUNCH=$HOSTNAME-$$
 for ((life = 0; ; life++)); do

@@ -30,6 +30,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fedmpi.comm.leftovers import locked
+
 REPO = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
 SHARED = Path("/dev/shm")
@@ -321,8 +323,10 @@ def ending(out: Path) -> tuple[str, list[dict[str, Any]]]:
 
 
 def shared_folders() -> set[str]:
-    """What ranks of whatever run share in memory now; a name is there for milliseconds only."""
-    return {path.name for path in SHARED.glob("fedmpi-*")} if SHARED.is_dir() else set()
+    """What ranks of whatever run share in memory now; a name is there for milliseconds only. Where they met stays until
+    the next start removes it, unless it is in use."""
+    there = SHARED.glob("fedmpi-*") if SHARED.is_dir() else []
+    return {path.name for path in there if not path.name.startswith("fedmpi-launch-") or locked(path)}
 
 
 def reference(algorithm: str, rounds: int, folder: Path) -> tuple[str, list[dict[str, Any]]]:

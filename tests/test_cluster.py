@@ -408,7 +408,7 @@ def test_the_script_asks_for_what_was_asked_and_requeues_right_behind_the_run(tm
     ).split():
         assert f"#SBATCH --{option}" in lines
     assert "#SBATCH --job-name='my run'" in lines and "wckey" not in text
-    at = next(i for i, line in enumerate(lines) if line.startswith("srun "))
+    at = next(i for i, line in enumerate(lines) if line.startswith("srun --"))
     for option in ("--kill-on-bad-exit=1", "--open-mode=append", "--mpi=pmi2", "--cpus-per-task=6"):
         assert option in lines[at].split(), option
     behind = [line for line in lines[at + 1 :] if line and not line.startswith("#")]

@@ -281,6 +281,8 @@ def test_under_torchrun() -> None:
     assert done.returncode == 0, done.stderr
     lines = told(done.stdout)
     assert about("launcher", lines)[1] == "torchrun: rank 0 of 2, 2 on this node; transport torch"
+    level, said, cure = about("torchrun", lines)
+    assert level == "warn" and "unpickles what it finds there" in said and "fedmpi train --ranks" in cure
     ranks = [str(line["finding"]) for line in lines if line["check"] == "ranks"]
     assert ranks[0].startswith("2 ranks met over torch in ") and "4 MB" in ranks[0]
     assert ranks[1] == "the ranks of a node share memory"

@@ -152,10 +152,10 @@ def disturb_all(disturb: dict[str, Callable[[], Any]]) -> None:
 def test_jobs_on_two_nodes_survive_whatever_happens_to_them(
     cluster: None, alone: str, capsys: pytest.CaptureFixture[str], mpiexec: list[str]
 ) -> None:
-    """All in the queue at once. Four are disturbed after ten rounds; three of them are to go on by themselves."""
+    """All in the queue at once. Five are disturbed after ten rounds; four of them are to go on by themselves."""
     slurm("scontrol", "update", "PartitionName=main", "State=DOWN")
     two = ("--nodes", "2", "--time", "8")
-    jobs = {name: submit(capsys, *two, run=name) for name in ("warned", "requeued", "killed", "cancelled")}
+    jobs = {name: submit(capsys, *two, run=name) for name in ("warned", "batch", "requeued", "killed", "cancelled")}
     jobs["mpi"] = submit(capsys, *two, "--mpi", "pmi2", run="mpi", more=("--comm", "mpi"))
     jobs["unread"] = submit(capsys, run="unread", more=("--data", "mnist", "--data_root", "nowhere"))
     for run, job in jobs.items():
@@ -168,6 +168,7 @@ def test_jobs_on_two_nodes_survive_whatever_happens_to_them(
 
     disturb: dict[str, Callable[[], Any]] = {
         "warned": lambda: slurm("scancel", "--signal=USR2", jobs["warned"]),
+        "batch": lambda: slurm("scancel", "--batch", "--signal=TERM", jobs["batch"]),
         "requeued": lambda: slurm("scontrol", "requeue", jobs["requeued"]),
         "killed": lambda: os.kill(ranks("killed", "SLURM_PROCID")["1"], signal.SIGKILL),
         "cancelled": lambda: main(["cancel", "cancelled"]),
@@ -180,7 +181,7 @@ def test_jobs_on_two_nodes_survive_whatever_happens_to_them(
     again = submit(capsys, "--nodes", "1", "--ranks_per_node", "2", run="cancelled")
     assert int(again) > int(jobs["cancelled"]), "a new job, as the old one is not revived"
 
-    for run in ("warned", "requeued", "killed", "cancelled", "mpi"):
+    for run in ("warned", "batch", "requeued", "killed", "cancelled", "mpi"):
         until(lambda run=run: Path(run, "finished.json").exists(), f"the end of {run}")
         assert digest(Path(run)) == alone and state(run) == "finished"
         lives = starts(run)

@@ -15,6 +15,8 @@ import slurm_box
 from conftest import BIN, REPO, need, rank_environment
 from long import LONG, digest, lines, train_alone, wait_for
 
+from fedmpi.cluster import BATCH_SRUN, SEAL
+
 pytestmark = [pytest.mark.launchers, pytest.mark.timeout(600)]
 
 TEMPLATES = ("srun", "torchrun", "mpi")
@@ -51,8 +53,10 @@ def ended(number: str, env: dict[str, str]) -> bool:
 
 def test_templates_stop_in_time_and_go_on_to_the_bits_of_one_rank(cluster: dict[str, str], tmp_path: Path) -> None:
     need("mpi", (BIN / "mpiexec").exists(), "no MPI beside this Python: pip install mpich")
-    logs = {name: tmp_path / f"{name}.log" for name in (*TEMPLATES, "mistake")}
-    jobs = {name: sbatch(name, [*LONG, "--out", str(tmp_path / name)], logs[name], cluster) for name in TEMPLATES}
+    batch = {f"{name}-batch": name for name in TEMPLATES}  # here the batch script itself gets the signal, and a SIGTERM
+    runs = {name: name for name in TEMPLATES} | batch
+    logs = {name: tmp_path / f"{name}.log" for name in (*runs, "mistake")}
+    jobs = {run: sbatch(name, [*LONG, "--out", str(tmp_path / run)], logs[run], cluster) for run, name in runs.items()}
     wrong = sbatch("torchrun", [*LONG, "--tau", "3", f"--out={tmp_path / 'mistake'}"], logs["mistake"], cluster)
 
     waiting = dict(jobs)
@@ -65,7 +69,8 @@ def test_templates_stop_in_time_and_go_on_to_the_bits_of_one_rank(cluster: dict[
         )
         for name, number in list(waiting.items()):
             if lines(tmp_path / name / "metrics.jsonl"):
-                subprocess.run(["scancel", "--signal=USR2", number], env=cluster, check=True, timeout=60)
+                signal = ["--batch", "--signal=TERM"] if name in batch else ["--signal=USR2"]
+                subprocess.run(["scancel", *signal, number], env=cluster, check=True, timeout=60)
                 del waiting[name]
     alone = train_alone(tmp_path / "alone")
     for number in (*jobs.values(), wrong):
@@ -93,6 +98,7 @@ def test_templates_are_alike_and_say_what_slurm_needs() -> None:
         for line in ("#SBATCH --signal=USR2@120", "#SBATCH --requeue", "#SBATCH --open-mode=append"):
             assert f"\n{line}\n" in text, (name, line)
         assert "srun" in text and "--kill-on-bad-exit=1" in text
+        assert SEAL in text and BATCH_SRUN in text, "as in the scripts of 'fedmpi submit'"
         checked = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, timeout=20)
         assert checked.returncode == 0, checked.stderr
 

@@ -3,7 +3,8 @@
 A row lies in a file of its own in the node's memory file system, mapped by two ranks: the one that writes it and the
 one it is for. So a rank can reach its own slice of another rank's sums and nothing else of them. A vector that is the
 same on every rank (the model) is mapped by all ranks of the node: one copy instead of one a rank. A file's name is gone
-as soon as it is mapped, so a run that ends later, however it ends, leaves nothing behind.
+as soon as it is mapped, so a run that ends later, however it ends, leaves nothing behind; what a run that is killed
+before that leaves, the next start removes (leftovers.py).
 
 Where that cannot be had (no such file system, too small a one, ranks in containers of their own) the ranks find out
 together and the transport sends instead.
@@ -17,6 +18,7 @@ import os
 import platform
 import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 from weakref import ref
@@ -24,12 +26,13 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from .leftovers import MEMORY, in_use, sweep
+
 if TYPE_CHECKING:
     from .base import Comm
 
 log = logging.getLogger("fedmpi")
 
-MEMORY = Path("/dev/shm")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -43,6 +46,8 @@ def share_node(comm: Comm, node: int | None = None) -> None:
         token = torch.frombuffer(bytearray(os.urandom(8)), dtype=torch.int64).clone()
         comm.broadcast(token)  # a name that nobody else can guess
         comm.node = Node(comm, ranks, MEMORY / f"fedmpi-{int(token) & (2**63 - 1):x}")
+        if comm.node.leads:
+            sweep()
 
 
 def this_node() -> int:
@@ -101,8 +106,14 @@ class Node:
         folder = Path(f"{self.folder}-{self.made}-{self.ranks[0]}")
         self.made += 1
         maps: dict[str, Tensor] = {}
+        kept = ExitStack()
+
+        def make_folder() -> None:
+            folder.mkdir(mode=0o700)
+            kept.enter_context(in_use(folder))
+
         steps: list[Callable[[], object]] = [
-            lambda: folder.mkdir(mode=0o700) if self.leads else None,
+            lambda: make_folder() if self.leads else None,
             lambda: maps.update({name: create(folder / name, length, dtype) for name, length in make.items()}),
             lambda: maps.update({name: attach(folder / name, length, dtype) for name, length in find.items()}),
         ]
@@ -111,6 +122,7 @@ class Node:
         finally:  # also where another rank is gone
             if self.leads:
                 shutil.rmtree(folder, ignore_errors=True)
+                kept.close()
         return None if self.refused else maps
 
     def _fails(self, step: Callable[[], object]) -> bool:

@@ -1,0 +1,89 @@
+"""What killed runs left in a node's memory file system, and its removal at the next start.
+
+A run that is killed while it makes shared memory, or while its ranks meet, leaves a folder `fedmpi-...`; MPICH leaves a
+file `mpich_shm_...` after every kill. Both take memory until somebody removes them. Only what belongs to this user, is
+older than a start takes, and is in use by nobody is removed: a folder of ours is locked while a process of its run is
+alive, a file of MPICH's is mapped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+MEMORY = Path("/dev/shm")
+OURS, MPI = re.compile(r"fedmpi-[\w-]+"), re.compile(r"(?:mpich_shm|ucx_shm_posix)_[0-9a-f]+(?:_\d+)?")
+OUR_SECONDS, MPI_SECONDS = 60.0, 600.0  # since the last change, before which nothing is taken for left
+
+
+@contextlib.contextmanager
+def in_use(folder: Path) -> Iterator[None]:
+    """Mark a folder as in use by this process and by those that it forks, however they end."""
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(lock)
+
+
+def leftovers(memory: Path = MEMORY) -> list[Path]:
+    """Return the files and folders of this user's killed runs."""
+    found, mapped = [], None
+    with contextlib.suppress(OSError):
+        for path in sorted(memory.iterdir()):
+            if OURS.fullmatch(path.name) and old(path, stat.S_IFDIR, OUR_SECONDS) and not locked(path):
+                found.append(path)
+            elif MPI.fullmatch(path.name) and old(path, stat.S_IFREG, MPI_SECONDS):
+                mapped = mapped_files() if mapped is None else mapped
+                if str(path) not in mapped:
+                    found.append(path)
+    return found
+
+
+def sweep(memory: Path = MEMORY) -> None:
+    """Remove what killed runs of this user left."""
+    for path in leftovers(memory):
+        with contextlib.suppress(OSError):  # another start may be at it
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def old(path: Path, kind: int, seconds: float) -> bool:
+    """Return whether a path is of that kind, this user's, and has not changed for a while."""
+    try:
+        about = path.lstat()
+    except OSError:
+        return False
+    ours = stat.S_IFMT(about.st_mode) == kind and about.st_uid == os.geteuid()
+    return ours and time.time() - about.st_mtime > seconds
+
+
+def locked(folder: Path) -> bool:
+    """Return whether a living process marks a folder as in use."""
+    try:
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return True
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
+
+
+def mapped_files() -> set[str]:
+    """Return the files that processes map, as far as this user may look: at all of its own."""
+    found: set[str] = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # another user's, or gone
+            found.update(line.split(maxsplit=5)[5] for line in maps.read_text().splitlines() if line.count("/dev/shm/"))
+    return found
