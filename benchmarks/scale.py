@@ -88,11 +88,12 @@ def rank(me: int, folder: Path, began: float, case: dict[str, Any]) -> None:
         eval=Eval(every=rounds + 1),
         out=str(folder / "run"),
         log_to="none",
+        quiet=True,
     )
     prepared = prepare(cfg, Given(arrays, model, algorithm))
     comm = TorchComm(FileStore(str(folder / "meeting"), RANKS), me, RANKS, torch.device("cpu"), 300.0)
     share_node(comm)
-    run(prepared, comm, Place("alone", me, RANKS, me, RANKS), torch.device("cpu"), {}, quiet=True)
+    run(prepared, comm, Place("alone", me, RANKS, me, RANKS), torch.device("cpu"), {})
     comm.close()
     data = sum(t.nbytes for t in (arrays.x, arrays.y, arrays.test_x, arrays.test_y)) + 8 * case["samples"]
     peak = kilobytes("VmHWM")

@@ -75,7 +75,6 @@ def train(
     *,
     algorithm: str | Row | Algorithm = "fedavg",
     out: str | Path | None = None,
-    quiet: bool = False,
     **knobs: Any,
 ) -> Result:
     """Train a model by federated learning.
@@ -87,9 +86,9 @@ def train(
     test       what to score the model on, a Dataset or a pair; `Arrays`, `Datasets` and data by name have their own
     algorithm  a name (as --algorithm), a `Row`, or an `Algorithm` put together from rules
     out        a run folder, as of the command line; None: nothing is written
-    quiet      print nothing
     knobs      any option of `fedmpi train`: rounds=20, cohort=5, mask="gma", local={"lr": 0.05, "epochs": 2}, ...;
-               also by the names of other tools, as on the command line: lr=0.05, epochs=2, batch_size=32
+               also by the names of other tools, as on the command line: lr=0.05, epochs=2, batch_size=32.
+               quiet=True prints nothing
 
     With a run folder, training goes on from the newest checkpoint that is there, and SIGTERM, SIGUSR2 or `max_minutes`
     stop it in good order: it saves, and raises `Stopped`, a SystemExit with code 75.
@@ -116,7 +115,7 @@ def train(
         device = settle(prepared.cfg, place)
         comm = link(prepared.cfg, place, device)
         with together(comm):
-            outcome = run(prepared, comm, place, device, os.environ, quiet, [] if out is None else ASKED)
+            outcome = run(prepared, comm, place, device, os.environ, [] if out is None else ASKED)
     history = [record(report) for report in outcome.history]
     return Result(exported(outcome), history, outcome.cfg, prepared.out, comm.rank)
 

@@ -183,7 +183,7 @@ def on_this_rank(prepared: Prepared, comm: Comm, place: Place, device: torch.dev
     except (Exception, SystemExit):  # whoever calls sys.exit in here has not finished the run
         complain(who + traceback.format_exc())
         comm.abort(1)
-    if comm.rank == 0:
+    if comm.rank == 0 and not prepared.cfg.quiet:
         print(f"done: {prepared.out}", flush=True)
     comm.close()
     return 0

@@ -19,7 +19,7 @@ from .errors import UserError
 MOST = 3e38  # what float32 holds
 
 FREE: tuple[str, ...] = ("out", "comm", "timeout", "workers", "log_to", "resume", "max_minutes", "data_root")
-FREE += ("evaluate", "memory.", "checkpoint.")
+FREE += ("evaluate", "memory.", "checkpoint.", "quiet", "verbose")
 FREE += ("step.layout",)  # its outcome is in the fingerprint of the model; what was asked for may be 'auto' or 'try'
 """knobs, and the beginnings of groups of them, that do not touch what is trained, or are compared otherwise"""
 
@@ -250,6 +250,10 @@ class Config:
     others), agreement (by layer), gap (accuracy on training samples), membership (an attack when the run is done)"""
     log_to: str = "tensorboard"
     """tools that follow the run, next to metrics.jsonl, a comma between them: tensorboard, wandb, mlflow or none"""
+    verbose: bool = False
+    """print a second line per round: the seconds of its phases"""
+    quiet: bool = False
+    """print nothing but warnings and errors"""
     local: Local = field(default_factory=Local)
     step: Step = field(default_factory=Step)
     server: Server = field(default_factory=Server)
@@ -289,6 +293,10 @@ def check(cfg: Config) -> None:
         )
     if cfg.min_clients > cfg.cohort:
         raise UserError(f"--min_clients is {cfg.min_clients} but only {cfg.cohort} clients train a round; lower it")
+
+
+    if cfg.quiet and cfg.verbose:
+        raise UserError("--quiet and --verbose are both given; choose one")
 
 
 def check_bounds(part: Any, prefix: str) -> None:

@@ -1,4 +1,4 @@
-"""What a run tells: a line a round and a bar on rank 0, `metrics.jsonl` always, other tools if wanted (sinks/).
+"""What a run prints and writes: a line per round and a bar on rank 0, `metrics.jsonl`, other tools if asked (sinks/).
 
 Metrics are lines of JSON, each written whole and flushed, so that a run can be followed and a killed one keeps what
 it had.
@@ -11,11 +11,14 @@ import logging
 import math
 import os
 import sys
+import textwrap
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
+from dataclasses import fields as fields_of
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
@@ -24,6 +27,11 @@ from .folder import METRICS, write
 from .rounds import Report
 from .sinks import SINKS, About, Guarded, Sink, need
 from .stop import Stopped
+
+WIDTH = 100  # columns of what is printed
+LEAST_FIRST = ("kept", "agree", "train", "loss", "below", "others", "part")  # left out where a line gets too long
+PLAIN: Mapping[str, str] = {}
+COLOURS = {"round": "1", "metric": "32", "dropped": "33", "time": "2"}  # bold, green, yellow, dim
 
 
 class JsonLines:
@@ -83,7 +91,7 @@ def plain(value: Any) -> Any:
 def report_of(record: dict[str, Any]) -> Report:
     """The report that a record was made of."""
     metric = next(name for name in record if name.startswith("test_") and name != "test_loss")
-    known = {field.name for field in fields(Report)} - {"dropped"}
+    known = {field.name for field in fields_of(Report)} - {"dropped"}
     ours = known | {"dropped", "dropped_clients", metric}
     return Report(
         **{name: value for name, value in record.items() if name in known},
@@ -111,35 +119,81 @@ def read_records(folder: Path, done: int) -> list[dict[str, Any]]:
     return found
 
 
-def line(report: Report, rounds: int) -> str:
-    """A round in one line."""
-    seconds = report.seconds
-    test, name = "", "acc" if report.metric == "accuracy" else report.metric
+def fields(report: Report, rounds: int) -> dict[str, str]:
+    """A round as short texts by what they are."""
+    name = shortest(report.metric)
+    found = {"round": f"round {report.round:>{len(str(rounds))}}/{rounds}"}
     if report.test_metric is not None:
-        test = f"  {name} {report.test_metric:.4f}  loss {report.test_loss:.4f}"
-    dropped = f"  dropped {len(report.dropped)}" if report.dropped else ""
-    scoring = f"  eval {seconds['eval']:.2f}s" if "eval" in seconds else ""
-    talk = seconds["reduce"] + seconds["server"] + seconds["gather"]
-    meta = f"  meta {seconds['meta']:.2f}s" if seconds.get("meta") else ""
-    return (
-        f"round {report.round:>{len(str(rounds))}}/{rounds}{test}  train {report.train_loss:.4f}"
-        f"  kept {report.kept:.2f}  agree {report.agreement:.2f}{measures(report, name)}{dropped}"
-        f"  local {seconds['local']:.2f}s  wait {seconds['wait']:.2f}s  comm {talk:.2f}s{meta}{scoring}"
-    )
+        found |= {"metric": f"{name} {number(report.test_metric)}", "loss": f"loss {number(report.test_loss)}"}
+    found |= {"train": f"train {number(report.train_loss)}"}
+    found |= {"kept": f"kept {report.kept:.2f}", "agree": f"agree {report.agreement:.2f}"}
+    found |= {word: f"{word} {value:.2f}" for word, value in measures(report, name).items() if value is not None}
+    found |= {"dropped": f"dropped {len(report.dropped)}"} if report.dropped else {}
+    return found | {"time": duration(sum(report.seconds.values()))}
 
 
-def measures(report: Report, name: str) -> str:
-    """What else was measured, in a few words; `name` is that of the metric."""
+def measures(report: Report, name: str) -> dict[str, float | None]:
+    """What else was measured, by a short word; `name` is that of the metric."""
     found = report.measures
-    words = {"below": found.get("below_tau"), f"train-{name}": found.get(f"train_{report.metric}")}
     sides = found.get(f"clients_{report.metric}", {})
-    words |= {"part": sides.get("participating"), "others": sides.get("others")}
-    return "".join(f"  {word} {value:.2f}" for word, value in words.items() if value is not None)
+    words = {"below": found.get("below_tau"), f"train-{name}": found.get(f"train_{report.metric}")}
+    return words | {"part": sides.get("participating"), "others": sides.get("others")}
+
+
+def shortest(metric: str) -> str:
+    """A metric's name as a line has it."""
+    return "acc" if metric == "accuracy" else metric if len(metric) <= 12 else f"{metric[:11]}~"
+
+
+def number(value: float | None) -> str:
+    """A loss or metric in at most nine characters; small and large ones by their power of ten."""
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e4 or not math.isfinite(value) else f"{value:.2e}"
+
+
+def duration(seconds: float) -> str:
+    return f"{seconds:.2f}s" if seconds < 99.995 else f"{seconds:.0f}s"
+
+
+def line(report: Report, rounds: int, styles: Mapping[str, str] = PLAIN, hidden: tuple[str, ...] = ()) -> str:
+    """A round in one line of at most WIDTH columns, without what is `hidden`; where it does not fit, what matters least
+    is left out. Escape codes of the `styles` take no column."""
+    found = {name: text for name, text in fields(report, rounds).items() if name not in hidden}
+    for least in LEAST_FIRST:
+        if len("  ".join(found.values())) > WIDTH:
+            found.pop(least, None)
+    return "  ".join(styled(text, styles.get(name, "")) for name, text in found.items())
+
+
+def phases(report: Report, several: bool, styles: Mapping[str, str] = PLAIN) -> str:
+    """The seconds of a round by phase, without a meta step or an evaluation that did not take place; one rank also has
+    nobody to wait for and to send to."""
+    optional = ("meta", "eval") if several else ("meta", "eval", "wait", "reduce", "gather")
+    found = [f"{k} {duration(v)}" for k, v in report.seconds.items() if k not in optional or v >= 0.005]
+    return styled("    " + "  ".join(found), styles.get("time", ""))
+
+
+def styled(text: str, code: str) -> str:
+    return f"\033[{code}m{text}\033[0m" if code else text
+
+
+def styles_for(stream: TextIO) -> Mapping[str, str]:
+    """Colours where the stream is a terminal, and NO_COLOR (https://no-color.org) is not set."""
+    plain = not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return PLAIN if plain else COLOURS
+
+
+def folded(text: str) -> str:
+    """Lines of at most WIDTH columns, broken at blanks."""
+    wrap = partial(textwrap.wrap, width=WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join("\n".join(wrap(one)) for one in text.splitlines())
 
 
 class Log:
     """Rank 0's log of a run; on other ranks it takes everything and says nothing. Without a folder nothing is kept.
-    It goes on from round `done`."""
+    It goes on from round `done`. `several`: there are more ranks than this one; `hidden`: fields
+    of a round that are the same in every round of this run."""
 
     def __init__(
         self,
@@ -150,8 +204,13 @@ class Log:
         quiet: bool = False,
         done: int = 0,
         config: Mapping[str, Any] | None = None,
+        verbose: bool = False,
+        several: bool = False,
+        hidden: tuple[str, ...] = (),
     ) -> None:
         self.rounds, self.speaks = rounds, speaks and not quiet
+        self.verbose, self.several, self.hidden = verbose, several, hidden
+        self.styles = styles_for(sys.stdout)
         self.sinks: list[Sink] = []
         if speaks and folder is not None:
             self.sinks.append(JsonLines(folder, done))
@@ -178,7 +237,9 @@ class Log:
 
     def round(self, report: Report) -> None:
         """Show and keep one round."""
-        self.say(line(report, self.rounds))
+        self.say(line(report, self.rounds, self.styles, self.hidden))
+        if self.verbose:
+            self.say(phases(report, self.several, self.styles))
         self.bar.update()
         for sink in self.sinks:
             sink.write(record(report))

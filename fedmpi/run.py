@@ -57,7 +57,7 @@ from .feed import make_feed
 from .folder import CONFIG, FINISHED, MODEL, write
 from .heap import keep_freed
 from .local import RULES
-from .log import Log, read_records, record, report_of, sink_names
+from .log import Log, folded, read_records, record, report_of, sink_names
 from .masks import MASKS, MaskKnobs
 from .measure import Asked, ask, attack, check_folder, measure_names, scored
 from .memory import Memory
@@ -214,7 +214,6 @@ def run(
     place: Place,
     device: torch.device,
     environ: Mapping[str, str],
-    quiet: bool = False,
     signals: Iterable[signal.Signals] = (),
     began: float | None = None,
 ) -> Outcome:
@@ -222,7 +221,8 @@ def run(
     Collective. Where one of the signals or the time budget, which counts from `began`, stops it, every rank raises
     `Stopped`."""
     cfg, out = prepared.cfg, prepared.out
-    same_everywhere("configuration", comm, json.dumps(dataclasses.asdict(cfg), sort_keys=True).encode())
+    alike = replace(cfg, quiet=False, verbose=False)  # what a rank prints is its own affair
+    same_everywhere("configuration", comm, json.dumps(dataclasses.asdict(alike), sort_keys=True).encode())
     check_threads(comm)
     check_folder(prepared.measures, out)
     with agreed(comm):
@@ -273,10 +273,21 @@ def run(
         note += f"\ngoing on after round {found.round} of the run in {out}" if found else ""
         with agreed(comm):
             done, told = found.round if found else 0, plain_knobs(settled)
-            log = Log(out, cfg.rounds, prepared.sinks, comm.rank == 0, quiet, done, told)
+            log = Log(
+                out,
+                cfg.rounds,
+                prepared.sinks,
+                speaks=comm.rank == 0,
+                quiet=cfg.quiet,
+                done=done,
+                config=told,
+                verbose=cfg.verbose,
+                several=comm.size > 1,
+                hidden=("kept",) if cfg.mask == "mean" and prepared.given.row is not OWN else (),  # all of it, always
+            )
         stop = Stop(signals, cfg.max_minutes, began, speaks=comm.rank == 0)
         with log, stop, Saver(out, cfg.checkpoint, facts, comm, found) as saver:
-            log.say(header(prepared, task, comm) + note)
+            log.say(folded(header(prepared, task, comm) + note))
             outcome = train(prepared, task, comm, saver, stop, log, environ, found, asked)
         if out is not None and "membership" in prepared.measures:
             log.say(attack(out, prepared.given, comm))
@@ -701,9 +712,10 @@ def header(prepared: Prepared, task: Task, comm: Comm) -> str:
     made = isinstance(prepared.given.algorithm, Algorithm)
     step = replace(cfg.step, together=min(cfg.step.together, cfg.cohort))
     return (
-        f"{'an algorithm of your own' if made else rules(cfg)}; {cfg.model}, {task.layout.params:,} parameters\n"
-        f"{cfg.data} split {cfg.split} over {cfg.clients} clients, {cfg.cohort} a round{held}; {ranks}, sum {cfg.sum}\n"
-        f"step: {describe_step(step, by_hand=task.by_hand is not None and step.together == 1)}"
+        f"{'an algorithm of your own' if made else rules(cfg)}\n"
+        f"{cfg.model}, {task.layout.params:,} parameters; "
+        f"step: {describe_step(step, by_hand=task.by_hand is not None and step.together == 1)}\n"
+        f"{cfg.data} split {cfg.split} over {cfg.clients} clients, {cfg.cohort} per round{held}; {ranks}, sum {cfg.sum}"
     )
 
 

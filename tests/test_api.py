@@ -612,8 +612,8 @@ def test_quiet_prints_nothing_and_loud_a_line_a_round(capsys: pytest.CaptureFixt
     assert capsys.readouterr() == ("", "")
     train(linear(), pairs(), quiet=False)
     said = capsys.readouterr().out.splitlines()
-    assert said[0].endswith("Linear, 15 parameters") and said[1].startswith("your data split natural over 3 clients")
-    assert said[2] == "step: contiguous, float32"
+    assert said[1] == "Linear, 15 parameters; step: contiguous, float32"
+    assert said[2].startswith("your data split natural over 3 clients")
     assert [line.split()[1] for line in said[3:]] == ["1/2", "2/2"]
 
 

@@ -376,15 +376,23 @@ def test_train_says_what_it_does_and_where_it_left_it(capsys: pytest.CaptureFixt
     said = capsys.readouterr()
     lines = said.out.splitlines()
     assert said.err == ""
-    assert lines[0] == (
-        "fedyogi with mask gma (tau 0.3): client sgd lr 0.001, server yogi lr 0.05, variant reddi; "
-        "logistic, 435 parameters"
-    )
-    assert lines[1] == "tiny split iid over 8 clients, 4 a round; 1 rank (solo), 1 thread each, sum exact"
-    assert lines[2] == "step: contiguous, float32, gradient by hand"
+    assert lines[0] == "fedyogi with mask gma (tau 0.3): client sgd lr 0.001, server yogi lr 0.05, variant reddi"
+    assert lines[1] == "logistic, 435 parameters; step: contiguous, float32, gradient by hand"
+    assert lines[2] == "tiny split iid over 8 clients, 4 per round; 1 rank (solo), 1 thread each, sum exact"
     assert [line.split()[:2] for line in lines[3:5]] == [["round", "1/2"], ["round", "2/2"]]
     assert lines[5:] == ["done: runs/fedyogi-gma-tiny-5"]
     assert len(metrics(Path("runs/fedyogi-gma-tiny-5"))) == 2
+
+
+def test_quiet_and_verbose_change_what_is_printed_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *QUICK, "--quiet", "--out", "a", "--mask", "mean", "--max_minutes", "1e-9"]) == 75
+    assert capsys.readouterr().out == ""
+    assert main(["train", *QUICK, "--out", "a", "--mask", "mean", "--verbose"]) == 0  # other settings would be refused
+    resumed, done = capsys.readouterr().out.splitlines()[-3:-1], metrics(Path("a"))
+    assert resumed[0].startswith("round 2/2  acc ") and "kept" not in resumed[0], "a mean keeps all of it"
+    assert re.fullmatch(r"    local \S+s  server \S+s(  eval \S+s)?", resumed[1])
+    assert {"kept", "seconds", "bytes_sent"} <= set(done[-1]) and "wait" in done[-1]["seconds"]
+    assert refused(capsys, "train", "--quiet", "--verbose") == "--quiet and --verbose are both given; choose one"
 
 
 def test_a_finished_run_is_not_overwritten(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,9 @@ import io
 import json
 import logging
 import math
+import os
+import pty
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +19,7 @@ from shell import sandbox
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fedmpi.errors import UserError
-from fedmpi.log import Log, line, record, set_up, sink_names
+from fedmpi.log import COLOURS, Log, folded, line, phases, record, set_up, sink_names
 from fedmpi.rounds import Report
 
 
@@ -55,10 +58,9 @@ def scalars(folder: Path) -> dict[str, dict[int, float]]:
 
 
 def test_a_round_in_one_line() -> None:
-    assert line(report(), 200) == (
-        "round   3/200  acc 0.7131  loss 0.9125  train 1.2500  kept 0.38  agree 0.50"
-        "  local 4.81s  wait 0.90s  comm 0.12s  eval 0.50s"
-    )
+    said = "round   3/200  acc 0.7131  loss 0.9125  train 1.2500  kept 0.38  agree 0.50  6.34s"
+    assert line(report(), 200) == said
+    assert line(report(), 200, hidden=("kept",)) == said.replace("  kept 0.38", "")
 
 
 def test_a_round_that_was_not_scored_shows_no_score() -> None:
@@ -66,17 +68,51 @@ def test_a_round_that_was_not_scored_shows_no_score() -> None:
     assert said.startswith("round 3/5  train 1.2500  kept") and "acc" not in said
 
 
-def test_a_meta_step_is_shown_where_there_was_one() -> None:
-    timed = report(seconds=report().seconds | {"meta": 0.25})
-    assert "  comm 0.12s  meta 0.25s  eval 0.50s" in line(timed, 5)
-    assert "meta" not in line(report(seconds=report().seconds | {"meta": 0.0}), 5)
-    assert "meta" not in line(report(), 5)
-    assert record(timed)["seconds"]["meta"] == 0.25
-
-
 def test_clients_left_out_are_counted_in_the_line() -> None:
-    assert "  dropped 2  local" in line(report(dropped=(4, 8)), 5)
+    assert "  dropped 2  6.34s" in line(report(dropped=(4, 8)), 5)
     assert "dropped" not in line(report(), 5)
+
+
+def test_phases_are_a_second_line_without_what_is_zero_by_construction() -> None:
+    assert phases(report(), several=True) == (
+        "    local 4.81s  wait 0.90s  reduce 0.10s  server 0.02s  gather 0.00s  eval 0.50s"
+    )
+    alone = report(seconds=report().seconds | {"wait": 0.0, "reduce": 2e-5, "gather": 1e-6})
+    assert phases(alone, several=False) == "    local 4.81s  server 0.02s  eval 0.50s"
+    timed = report(seconds=report().seconds | {"meta": 0.25})
+    assert "  meta 0.25s" in phases(timed, several=True) and record(timed)["seconds"]["meta"] == 0.25
+    assert "meta" not in phases(report(seconds=report().seconds | {"meta": 0.0}), several=True)
+
+
+LONG = {
+    "train_loss": 12345.678,
+    "test_loss": 1e-5,
+    "dropped": tuple(range(100)),
+    "seconds": dict.fromkeys(("local", "wait", "reduce", "server", "gather", "meta", "eval"), 1000.0),
+    "measures": {
+        "below_tau": 0.1,
+        "train_accuracy": 0.5,
+        "clients_accuracy": {"participating": 0.5, "others": 0.5},
+    },
+}
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "mean absolute percentage error of all"])
+@pytest.mark.parametrize("value", [0.7131, 1e-5, -123456.0, math.nan, math.inf])
+@pytest.mark.parametrize("left_out", [(), ("measures",), ("dropped", "measures")])
+def test_a_line_fits_100_columns_whatever_it_tells(metric: str, value: float, left_out: tuple[str, ...]) -> None:
+    told = report(1000, metric=metric, test_metric=value, **{k: v for k, v in LONG.items() if k not in left_out})
+    said = line(told, 1000)
+    assert len(said) <= 100 and len(phases(told, several=True)) <= 100
+    assert said.startswith("round 1000/1000  ") and said.endswith("  7000s")
+    assert re.sub("\033.*?m", "", line(told, 1000, COLOURS)) == said
+    if len(left_out) == 2 and metric == "accuracy":
+        assert said.count("  ") == 6 and ("1.00e-05" in said), "nothing is left out of an ordinary line"
+
+
+def test_small_losses_are_told_apart() -> None:
+    assert "loss 1.00e-05  train 2.50e-04" in line(report(test_loss=1e-5, train_loss=2.5e-4), 5)
+    assert "loss 0.0000" in line(report(test_loss=0.0), 5)
 
 
 def test_rounds_are_aligned() -> None:
@@ -199,6 +235,44 @@ def test_a_terminal_gets_a_bar(tmp_path: Path, patch: pytest.MonkeyPatch) -> Non
         log.round(report())
         log.bar.refresh()
         assert "1/5" in sys.stderr.getvalue()
+
+
+def test_quiet_prints_nothing_and_keeps_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Log(tmp_path, 5, [], speaks=True, quiet=True) as log:
+        log.say("header")
+        log.round(report())
+    assert capsys.readouterr() == ("", "")
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == record(report())
+
+
+def test_verbose_adds_the_phases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Log(tmp_path, 5, [], speaks=True, verbose=True) as log:
+        log.round(report())
+    assert capsys.readouterr().out == line(report(), 5) + "\n" + phases(report(), several=False) + "\n"
+
+
+@pytest.mark.parametrize(("no_color", "coloured"), [(None, True), ("", True), ("1", False)])
+def test_a_terminal_gets_colours_unless_it_wants_none(
+    no_color: str | None, coloured: bool, tmp_path: Path, patch: pytest.MonkeyPatch
+) -> None:
+    patch.setenv("TERM", "xterm")
+    patch.delenv("NO_COLOR", raising=False)
+    if no_color is not None:
+        patch.setenv("NO_COLOR", no_color)
+    ours, theirs = pty.openpty()
+    with open(theirs, "w") as terminal:
+        patch.setattr(sys, "stdout", terminal)
+        with Log(tmp_path, 5, [], speaks=True) as log:
+            log.round(report(dropped=(1,)))
+        said = os.read(ours, 10_000).decode()
+    os.close(ours)
+    assert ("\033[32macc 0.7131\033[0m" in said) == coloured == ("\033[" in said)
+
+
+def test_a_long_header_is_folded() -> None:
+    said = folded("short\n" + "a-word " * 30 + "\n" + "x" * 120)
+    assert [len(one) <= 100 for one in said.splitlines()] == [True, True, True, True, False]
+    assert said.replace("\n    ", " ").splitlines()[1] == ("a-word " * 30).rstrip()
 
 
 def test_a_log_is_closed_when_a_round_fails(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def live(cfg: Config, ranks: int = 1, stop: int = 0) -> list[Outcome]:
 
     def work(comm: Comm) -> Outcome:
         place = Place("test", comm.rank, comm.size, comm.rank, comm.size)
-        return run.run(prepare(cfg), comm, place, CPU, {}, quiet=True)
+        return run.run(prepare(cfg), comm, place, CPU, {})
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Saver, "round_done", watched)
@@ -387,7 +387,7 @@ def test_a_client_that_was_left_out_did_not_take_part(tmp_path: Path) -> None:
         return result
 
     prepared = replace(prepared, algorithm=replace(prepared.algorithm, local=replace(sound, run=rule)))
-    outcome = run.run(prepared, SoloComm(), ALONE, CPU, {}, quiet=True)
+    outcome = run.run(prepared, SoloComm(), ALONE, CPU, {})
     task, state = outcome.task, outcome.state
     scores = evaluate(task, state, SoloComm(), block=25, classes=3).classes
     holdings = Holdings.of(task.partition, tiny().y.numpy(), 3)
@@ -511,7 +511,7 @@ def measure_in_processes(comm: Comm, out: str, want: list[dict[str, Any]]) -> No
     with sandbox():
         cfg = settings_with(Path(out), "clients,agreement,gap")
         place = Place("test", comm.rank, comm.size, comm.rank, comm.size)
-        outcome = run.run(prepare(cfg), comm, place, CPU, {}, quiet=True)
+        outcome = run.run(prepare(cfg), comm, place, CPU, {})
     assert [report.measures for report in outcome.history] == want
 
 
@@ -649,7 +649,7 @@ def test_an_attack_that_fails_is_one_sentence_on_every_rank_and_the_run_stays_fi
     def work(comm: Comm, again: dict[str, str]) -> None:
         place = Place("test", comm.rank, comm.size, comm.rank, comm.size)
         with pytest.raises(CommonError) as caught:
-            run.run(prepare(cfg), comm, place, CPU, environ | again, quiet=True)
+            run.run(prepare(cfg), comm, place, CPU, environ | again)
         sentences.append(str(caught.value))
 
     run_threads(2, lambda comm: work(comm, {}), timeout=60)
@@ -719,10 +719,10 @@ def test_what_is_no_number_becomes_null_however_deep() -> None:
 
 
 def test_the_line_is_brief() -> None:
-    assert "  agree 0.50  below 0.55  train-acc 0.95  part 0.91  dropped 1  local" in line(report(**MEASURED), 5)
+    assert "  below 0.55  train-acc 0.95  part 0.91  dropped 1  " in line(report(**MEASURED), 5)
     both = report(clients_accuracy={"participating": 0.91, "others": 0.77})
-    assert "  agree 0.50  part 0.91  others 0.77  dropped 1  local" in line(both, 5)
-    assert "  agree 0.50  dropped 1  local" in line(report(), 5)
+    assert "  part 0.91  others 0.77  dropped 1  " in line(both, 5)
+    assert "  agree 0.50  dropped 1  " in line(report(), 5)
 
 
 def test_tensorboard_has_a_tag_for_each_number(tmp_path: Path) -> None:

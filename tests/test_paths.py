@@ -152,7 +152,7 @@ def test_all_ranks_take_what_rank_0_found(tmp_path: Path, box: pytest.MonkeyPatc
 
     def work(comm: Comm) -> str:
         place = replace(ALONE, rank=comm.rank, size=comm.size, local_rank=comm.rank, local_size=comm.size)
-        return run(prepared, comm, place, CPU, {}, quiet=True).cfg.step.layout
+        return run(prepared, comm, place, CPU, {}).cfg.step.layout
 
     assert run_threads(2, work) == [faster, faster] and asked == [faster]
 

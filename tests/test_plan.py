@@ -72,7 +72,7 @@ def train_all(comm: Comm, runs: list[Config], ranks_per_node: int) -> None:
     place = Place("alone", comm.rank, comm.size, comm.rank, comm.size)
     with shell.sandbox():
         for cfg in runs:
-            run(prepare(cfg), comm, place, torch.device("cpu"), {}, quiet=True)
+            run(prepare(cfg), comm, place, torch.device("cpu"), {})
 
 
 @pytest.mark.processes
