@@ -1,13 +1,26 @@
-"""A small table of run folders, read from what the runs wrote."""
+"""A small table of run folders, read from what the runs wrote.
+
+Clients' bytes are what the algorithm and the mask have clients upload and download: per client and round, and of all
+clients in all rounds. They do not depend on the number of ranks; `MB moved` is what the ranks sent to each other.
+"""
 
 from __future__ import annotations
 
 import statistics
 from pathlib import Path
 
-from .experiments.measures import best, final, final_loss, mean_of, round_seconds, total_bytes
+from .experiments.measures import (
+    best,
+    bytes_per_client,
+    client_bytes,
+    final,
+    final_loss,
+    mean_of,
+    round_seconds,
+    total_bytes,
+)
 from .experiments.runs import pairing, read_run
-from .experiments.tables import Table, lines
+from .experiments.tables import Table, amount, lines
 
 COLUMNS = (
     "run",
@@ -19,6 +32,10 @@ COLUMNS = (
     "kept",
     "agreement",
     "MB moved",
+    "client up",
+    "client down",
+    "all up",
+    "all down",
     "s a round",
 )
 
@@ -45,8 +62,15 @@ def row(folder: Path) -> tuple[str, ...]:
         number(mean_of(run, "kept"), ".3f"),
         number(mean_of(run, "agreement"), ".3f"),
         number(total_bytes(run) / 1e6, ".1f"),
+        *(counted(bytes_per_client(run, way)) for way in ("up", "down")),
+        *(counted(client_bytes(run, way)) for way in ("up", "down")),
         number(statistics.median(seconds) if seconds else None, ".2f"),
     )
+
+
+def counted(count: float | None) -> str:
+    """Bytes for people; a dash where a run's version did not count them."""
+    return "-" if count is None else amount(count)
 
 
 def number(value: float | None, form: str) -> str:

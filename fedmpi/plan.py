@@ -31,6 +31,7 @@ from .comm.node import Node
 from .config import Config
 from .data import Arrays, Data, Partition
 from .errors import UserError
+from .experiments.tables import amount
 from .flat import Layout
 from .heap import keep_freed
 from .ledger import Ledger
@@ -586,12 +587,3 @@ def columns(lines: list[tuple[str, ...]]) -> str:
         )
         for line in lines
     )
-
-
-def amount(count: float) -> str:
-    """Bytes for people."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 999.5:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_runs import records, write_run
 from shell import sandbox
 
 from fedmpi import cli, cluster, jobs
@@ -195,12 +197,33 @@ def test_files_that_make_no_sense_are_no_traceback(
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_without_a_folder_status_shows_all_runs_and_cancel_refuses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["cancel"]) == 2 and "was given no run folder" in capsys.readouterr().err
+    for _ in range(2):
+        assert main(["status"]) == 0
+        assert capsys.readouterr().out.startswith("no runs under runs/ here; ")
+        Path("runs/empty").mkdir(parents=True, exist_ok=True)
+    for number, name in enumerate(("old", "deep/er/down", "new", "much/too/deep/down")):
+        run = write_run(Path("runs") / name, records([0.25, 0.5]), mask="mean")
+        for file in run.iterdir():
+            os.utime(file, (number, number))
+    assert main(["status"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in told] == ["runs/new", "runs/deep/er/down", "runs/old"], "newest first"
+    done = "fedavg + mean  finished  [####################] 2/2  accuracy 0.5000"
+    assert told[0] == f"runs/new           {done}"
+    (Path("runs") / "new" / "sweep.json").write_text("{}")  # a sweep that cannot be read is shown as that
+    assert main(["status"]) == 0 and "is no record of a sweep" in capsys.readouterr().out
+
+
 def test_a_folder_that_is_no_run_is_the_callers_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
     for command in ("status", "cancel"):
         assert main([command, str(tmp_path / "nowhere")]) == 2 and "is no folder" in capsys.readouterr().err
         assert main([command, str(tmp_path / "empty")]) == 2 and "holds no run" in capsys.readouterr().err
-        assert main([command]) == 2 and "was given no run folder" in capsys.readouterr().err
 
 
 SLURM = Job("7", "slurm")

@@ -70,11 +70,16 @@ def test_runs_stand_in_the_order_given(runs: list[Path]) -> None:
 
 def test_megabytes_are_summed_and_the_middle_round_is_shown(copied: Path) -> None:
     rounds = [
-        r | {"bytes_sent": 2_000_000, "seconds": {"local": s}}
+        {k: v for k, v in r.items() if "client_bytes" not in k} | {"bytes_sent": 2_000_000, "seconds": {"local": s}}
         for r, s in zip(metrics(copied), (1, 9, 2, 3, 8), strict=True)
     ]
     (copied / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rounds))
-    assert row(copied)[-2:] == ("10.0", "3.00")
+    assert row(copied)[-6:] == ("10.0", *"----", "3.00"), "of a version that did not count what clients send"
+    clients = [r | {"clients": 4, "client_bytes_up": 1000 * n, "client_bytes_down": 400} for n, r in enumerate(rounds)]
+    (copied / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in clients))
+    cells = dict(zip(COLUMNS, row(copied), strict=True))
+    assert (cells["client up"], cells["client down"]) == ("500 B", "100 B")
+    assert (cells["all up"], cells["all down"]) == ("10 kB", "2 kB")
 
 
 def test_a_run_under_way_is_shown_as_far_as_it_is(copied: Path) -> None:

@@ -20,7 +20,8 @@ from fedmpi.comm import Comm, share_node
 from fedmpi.config import Config
 from fedmpi.env import Place
 from fedmpi.options import parse
-from fedmpi.plan import amount, nodes_of
+from fedmpi.experiments.tables import amount
+from fedmpi.plan import nodes_of
 from fedmpi.run import prepare, run
 
 TINY = ["--data", "tiny", "--split", "iid", "--model", "test_plan:plain", "--log_to", "none", "--local.batch", "10"]

@@ -494,6 +494,7 @@ def test_a_line_is_the_mean_of_the_seeds_with_one_deviation_around_it(two: Path)
 def test_bytes_and_seconds_are_what_has_come_together(tmp_path: Path) -> None:
     run = find_runs([write_run(tmp_path / "run", [a_round(n, 0.5) for n in (1, 2, 3)])])[0]
     assert learning.megabytes(run) == {1: 0.001, 2: 0.002, 3: 0.003}
+    assert learning.megabytes_uploaded(run) == {}
     assert learning.training_seconds(run) == pytest.approx({1: 2.0, 2: 4.0, 3: 6.0})  # evaluation is not training
 
 
@@ -501,6 +502,15 @@ def test_runs_that_sent_nothing_have_no_picture_against_bytes(tmp_path: Path) ->
     material = material_of(write_run(tmp_path / "run", [a_round(1, 0.5, bytes_sent=0)]))
     section = learning.section(material)
     assert "accuracy-bytes" not in pictures(section) and "one rank" in absent(section)
+    assert "accuracy-uploaded" not in pictures(section), "of an older version"
+
+
+def test_what_clients_upload_has_a_picture_on_any_number_of_ranks(tmp_path: Path) -> None:
+    rounds = [a_round(n, 0.1 * n, bytes_sent=0, client_bytes_up=2_000_000, client_bytes_down=0) for n in (1, 2, 3)]
+    picture = pictures(learning.section(material_of(write_run(tmp_path / "run", rounds))))["accuracy-uploaded"]
+    (axes,) = picture.draw(9.0).axes
+    assert axes.get_xlabel() == "MB uploaded by clients" and "uploaded" in picture.caption
+    assert list(axes.lines[0].get_xdata()) == [2.0, 4.0, 6.0]
 
 
 # Panels and looks

@@ -396,13 +396,14 @@ def test_a_label_of_a_sweep_that_hides_the_mask_is_followed_by_it() -> None:
     masks = {"on": "gma", "cautious": "my_masks:cautious", "mean": "mean"}
     runs = [made([0.5], labels={"mask": label}, mask=mask) for label, mask in masks.items()]
     assert labels(runs) == ["fedavg + on (gma)", "fedavg + cautious", "fedavg + mean"]
-    arms = [made([0.5], labels={"arm": mask.upper()}, mask=mask, tau=tau) for mask, tau in (("gma", 0.2), ("and", 0.8))]
+    taus = {"gma": 0.2, "and": 0.8}
+    arms = [made([0.5], labels={"arm": mask.upper()}, mask=mask, tau=tau) for mask, tau in taus.items()]
     assert labels(arms) == ["GMA, fedavg + gma 0.2", "AND, fedavg + and 0.8"], "and tau, as that differs"
     own = [made([0.5], algorithm="fedgma2021", mask="and", tau=0.8), made([0.5], algorithm="fedyogi", mask="mean")]
     assert labels(own) == ["fedgma2021 + and", "fedyogi + mean"]
-    taus = [made([0.5], labels={"tau": str(tau)}, tau=tau, mask=mask) for mask in ("mean", "gma") for tau in (0.2, 0.4)]
-    assert labels(taus[2:]) == ["fedavg + gma 0.2", "fedavg + gma 0.4"]
-    assert labels(taus[:2]) == ["tau 0.2, fedavg + mean", "tau 0.4, fedavg + mean"], "each has a label of its own"
+    plain, masked = ([made([0.5], labels={"tau": str(t)}, tau=t, mask=m) for t in (0.2, 0.4)] for m in ("mean", "gma"))
+    assert labels(masked) == ["fedavg + gma 0.2", "fedavg + gma 0.4"]
+    assert labels(plain) == ["tau 0.2, fedavg + mean", "tau 0.4, fedavg + mean"], "each has a label of its own"
 
 
 def test_labels_tell_of_another_task_though_the_masks_would_tell_the_groups_apart() -> None:

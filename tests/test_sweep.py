@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,9 +22,15 @@ from slurm_box import missing, slurm
 
 from fedmpi import folder
 from fedmpi.cli import main
+from fedmpi.cluster import Submission
 from fedmpi.env import Place
+from fedmpi.errors import UserError
+from fedmpi.experiments.sweep.command import check, parse
 from fedmpi.experiments.sweep.crew import share_of_devices
-from fedmpi.experiments.sweep.overview import Row, Screen, line, minutes_left, summary
+from fedmpi.experiments.sweep.orders import Todo, describe
+from fedmpi.experiments.sweep.overview import Row, Screen, line, minutes_left, summary, table
+from fedmpi.experiments.sweep.there import with_cores
+from fedmpi.jobs import newest_checkpoint
 
 TINY: dict[str, Any] = {
     "base": {
@@ -56,6 +64,13 @@ def start(*arguments: object, **environ: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "fedmpi", "sweep", *map(str, arguments)]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=os.environ | environ)
+
+
+def fedmpi(*arguments: object, **environ: str) -> tuple[int, str, str]:
+    """Any command, in a process of its own."""
+    command = [sys.executable, "-m", "fedmpi", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environ, timeout=150)
+    return done.returncode, done.stdout, done.stderr
 
 
 def sweep(*arguments: object, **environ: str) -> tuple[int, str, str]:
@@ -127,6 +142,82 @@ def test_told_to_end_the_runs_save_and_the_same_command_goes_on(tmp_path: Path, 
 
 
 @pytest.mark.processes
+def test_a_run_that_is_interrupted_while_it_starts_has_not_failed(tmp_path: Path) -> None:
+    file, home = write(tmp_path, seeds=1, grid={"mask": ["gma"]}), tmp_path / "out"
+    with start(file, "--out", home) as process:
+        assert process.stdout is not None
+        try:
+            [process.stdout.readline() for _ in range(2)]  # it begins, and has not imported torch yet
+        finally:
+            process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 75 and "gma_s0 interrupted while it started" in out and "failed" not in out, (out, err)
+    assert "failed" not in fedmpi("status", home)[1]
+    code, out, _ = sweep(file, "--out", home)
+    assert code == 0 and "gma_s0 finished: 3 rounds" in out
+    assert sorted(one.name for one in home.iterdir()) == ["configs", "gma_s0", "logs", "sweep.json"]
+
+
+@pytest.mark.processes
+def test_a_sweep_is_looked_at_followed_and_cancelled_by_its_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    knobs = base(rounds=100_000, local={"steps": 100}, checkpoint={"every": 2, "minutes": 0, "keep": 2})
+    home = Path("runs") / "tiny"
+    with start(write(tmp_path, base=knobs)) as process:
+        try:
+            wait_for(lambda: (newest_checkpoint(home / "mean_s0") or 0) >= 4)
+            assert main(["status", str(home)]) == 0
+            told = capsys.readouterr().out
+            assert "mean_s0  fedavg + mean     running " in told and "gma_s1   fedavg + gma 0.4  waiting " in told
+            assert "4 runs: 1 running, 3 waiting; about" in told and told.endswith("; 1 thread per rank\n")
+            assert main(["status", str(home), "--json"]) == 0
+            states = {Path(one["run"]).name: one["state"] for one in json.loads(capsys.readouterr().out)}
+            assert states == dict(zip(NAMES, ["running", *["waiting"] * 3], strict=True))
+            follow = [sys.executable, "-m", "fedmpi", "logs", "-f", "-n", "2", str(home / "mean_s0")]
+            with subprocess.Popen(follow, stdout=-1, stderr=-1, text=True) as following:
+                assert following.stdout is not None and following.stdout.readline().startswith("round ")
+                assert main(["cancel", str(home)]) == 0
+                out, err = following.communicate(timeout=60)
+        finally:
+            process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 75
+    assert "round" in out and "mean_s0 is stopped (by SIGTERM after round" in err and following.returncode == 0
+    told = capsys.readouterr().out
+    assert f"the sweep's process {process.pid} ended" in told and "mean_s0: stopped; the checkpoint of round" in told
+    assert "1 stopped, 3 waiting; the same 'fedmpi sweep' resumes it" in told
+    assert main(["cancel", str(home)]) == 2 and "has nothing that runs" in capsys.readouterr().err
+    assert main(["status"]) == 0
+    assert capsys.readouterr().out.startswith("runs/tiny  sweep, 4 runs: 1 stopped, 3 waiting; 1 thread per rank\n")
+
+
+def test_threads_are_part_of_the_sweep_wherever_it_runs(tmp_path: Path) -> None:
+    home = tmp_path / "out"
+
+    def todo(*options: str, **changes: Any) -> Todo:
+        return check(parse([str(write(tmp_path, **changes)), "--out", str(home), "--dry_run", *options]))
+
+    def threads(*options: str, **changes: Any) -> set[int | None]:
+        return {cfg.threads for cfg in todo(*options, **changes).configs.values()}
+
+    assert threads() == threads("--executor", "slurm") == {1}
+    assert threads("--executor", "slurm", base=base(threads=2)) == threads("--set", "threads=2") == {2}
+    describe(todo("--set", "threads=2"))
+    assert threads() == threads("--executor", "slurm") == {2}, "as the sweep has begun"
+    with pytest.raises(UserError, match="holds a sweep with 2 threads per rank, and threads is 3 now"):
+        threads("--set", "threads=3")
+    (home / "mean_s0").mkdir()
+    older = dataclasses.asdict(todo().configs["mean_s0"]) | {"threads": 4}  # of a version that left it to the machine
+    (home / "mean_s0" / "config.yaml").write_text(yaml.safe_dump(older))
+    assert threads() == {2, 4}
+    asked = with_cores(Submission(), todo(), Screen(io.StringIO()))
+    assert asked.cpus_per_rank == 4
+    with pytest.raises(UserError, match="--cpus_per_rank is 3, but a rank of this sweep has 4 threads"):
+        with_cores(Submission(cpus_per_rank=3), todo(), Screen(io.StringIO()))
+
+
+@pytest.mark.processes
 def test_a_run_that_fails_is_named_and_tried_again(tmp_path: Path) -> None:
     (tmp_path / "faulty.py").write_text("def data(root):\n    raise OSError('the disk is on fire')\n")
     bad = {"algorithm": {"good": {}, "bad": {"data": "faulty:data"}}}
@@ -138,7 +229,7 @@ def test_a_run_that_fails_is_named_and_tried_again(tmp_path: Path) -> None:
         assert (home / "good_s0" / "finished.json").exists()
     assert starts(home / "good_s0") == 1
     told = sweep(file, "--out", home, "--status", PYTHONPATH=str(tmp_path))[1]
-    assert "bad_s0   failed" in told and "the disk is on fire" in told
+    assert re.search(r"bad_s0   fedavg \+ \w+( 0.4)?  +failed", told) and "the disk is on fire" in told
 
 
 @pytest.mark.processes
@@ -229,7 +320,7 @@ def test_runs_of_several_ranks_stop_in_good_order(tmp_path: Path) -> None:
 @pytest.mark.launchers
 def test_on_slurm_a_sweep_is_one_job_array(tmp_path: Path) -> None:
     need("slurm", not missing(), f"{missing()} not found; apt-get install slurm-wlm munge")
-    file, home = write(tmp_path, base=base(threads=1)), tmp_path / "out"
+    file, home = write(tmp_path), tmp_path / "out"
     with slurm(nodes=2) as variables:
         code, out, err = sweep(file, "--out", home, "--executor", "slurm", "--jobs", 2, "--watch", **variables)
         assert code == 0, err
@@ -238,7 +329,16 @@ def test_on_slurm_a_sweep_is_one_job_array(tmp_path: Path) -> None:
         assert "4 submitted as job array" in out and "4 runs: 4 finished" in out
         code, out, err = sweep(file, "--out", home, "--executor", "slurm", **variables)
         assert code == 0 and "4 done" in out and "submitted" not in out
-    assert sha(home / "gma_s1") == alone(tmp_path / "alone", "--mask", "gma", "--seed", "1")
+        long, options = tmp_path / "long", ["--set", "rounds=100000", "--executor", "slurm", "--jobs", "1"]
+        assert sweep(file, "--out", long, *options, **variables)[0] == 0
+        wait_for(lambda: folder.holder(long / NAMES[0]) is not None)
+        out = fedmpi("status", long, **variables)[1]
+        assert "gma_s1   fedavg + gma 0.4  queued" in out and "1 running, 3 queued" in out
+        code, out, err = fedmpi("cancel", long, **variables)
+        assert code == 0 and out.count(" cancelled; ") == 4 and "4 cancelled; the same 'fedmpi sweep'" in out, err
+        code, _, err = fedmpi("cancel", long, **variables)
+        assert code == 2 and "has nothing that runs or waits in a queue: 4 cancelled" in err
+    assert sha(home / "gma_s1") == alone(tmp_path / "alone", "--mask", "gma", "--seed", "1"), "with one thread, as here"
 
 
 def test_nothing_is_started_where_something_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -285,7 +385,8 @@ def test_a_run_with_other_knobs_is_not_taken_for_this_one(tmp_path: Path, capsys
     assert "local.steps was 5 and is null" in capsys.readouterr().err
     assert main(["sweep", str(write(tmp_path)), "--out", str(home), "--set", "rounds=1", "--dry_run"]) == 0
     told = capsys.readouterr().out
-    assert "gma_s1  mask gma, seed 1" in told and "4 runs in" in told and "nothing was started" in told
+    assert "gma_s1  fedavg + gma 0.4, seed 1" in told and "4 runs in" in told
+    assert f"{home}, 1 thread per rank; nothing was started" in told
 
 
 def test_an_overview_in_words() -> None:
@@ -299,6 +400,9 @@ def test_an_overview_in_words() -> None:
     assert minutes_left(rows[2:], 1) is None
     assert summary(rows, 1) == "3 runs: 1 finished, 1 running, 1 waiting; about 4 min left"
     assert line(rows[1], 3) == "b    running   [##########..........] 5/10  accuracy 0.2500  1 min left"
+    labelled = Row("c", "waiting", label="fedavg + gma", threads=2)
+    assert table([rows[0], labelled], 1).splitlines()[1].startswith("c  fedavg + gma  waiting ")
+    assert summary([labelled], 1) == "1 runs: 1 waiting; 2 threads per rank"
 
 
 class Terminal(io.StringIO):

@@ -538,6 +538,7 @@ def test_costs_by_hand() -> None:
     for run, local in zip(runs, (1.0, 3.0), strict=True):
         for record in run.records:
             record |= {"seconds": {"eval": 0.5, "local": local}, "bytes_sent": 1_500_000, "agreement": 0.25}
+            record |= {"clients": 4, "client_bytes_up": int(2e6 * local), "client_bytes_down": 1_000_000}
     table = cost_table(group(runs))
     assert cells(table, "fedavg + gma") == {
         "runs": "fedavg + gma",
@@ -547,6 +548,10 @@ def test_costs_by_hand() -> None:
         "all s": "5.0 ± 2.8",
         "s a round": "2.500 ± 1.414",
         "MB sent": "3.0 ± 0.0",
+        "MB up per client and round": "1.000 ± 0.707",
+        "MB down per client and round": "0.250 ± 0.000",
+        "MB up, all clients": "8.0 ± 5.7",
+        "MB down, all clients": "2.0 ± 0.0",
     }
     agreement = cells(agreement_table(group(runs)), "fedavg + gma")
     assert (agreement["agreement"], agreement["below tau"]) == ("0.250 ± 0.000", "-")
@@ -561,6 +566,7 @@ def test_costs_and_agreement_leave_out_what_is_not_done() -> None:
     told = cells(cost_table(groups), "fedavg + gma")
     assert (told["seeds"], told["local s"], told["s a round"]) == ("2 (of 3)", "8.0 ± 5.7", "2.000 ± 1.414")
     assert told["MB sent"] == "4.0 ± 0.0"
+    assert {told[name] for name in told if " up" in name or " down" in name} == {"-"}, "older versions did not count"
     assert cells(agreement_table(groups), "fedavg + gma")["agreement"] == "0.020 ± 0.014"
     assert costs.seconds(groups[0]) == {"local": 2.0}, "in the picture too"
     for table in (cost_table(groups), agreement_table(groups)):

@@ -113,6 +113,20 @@ def total_bytes(run: Run) -> float:
     return sum(run.series("bytes_sent").values())
 
 
+def client_bytes(run: Run, way: str) -> float | None:
+    """What all clients uploaded to the server (`way` up) or downloaded from it (down) in all rounds; None where the
+    run's version did not count it."""
+    series = run.series(f"client_bytes_{way}")
+    return sum(series.values()) if series else None
+
+
+def bytes_per_client(run: Run, way: str) -> float | None:
+    """The same per client and round: over the clients that took part in the rounds that were counted."""
+    sent, taken = run.series(f"client_bytes_{way}"), run.series("clients")
+    clients = sum(taken.get(number, 0.0) for number in sent)
+    return sum(sent.values()) / clients if clients else None
+
+
 def total_seconds(run: Run) -> dict[str, float]:
     """The seconds of all rounds by phase, in the order of a round, as far as the run's version timed them."""
     named = in_order(phase for record in run.records for phase in record.get("seconds") or {})

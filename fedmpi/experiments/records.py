@@ -37,7 +37,8 @@ NEEDED: dict[str, type | tuple[type, ...]] = {
 READ: dict[str, type | tuple[type, ...]] = {"split": str, "skew.alpha": (int, float), "server.variant": str}
 """further knobs that are reckoned with, where they are written"""
 
-NUMBERS = ("clients", "train_loss", "kept", "agreement", "bytes_sent", "dropped", "below_tau")
+NUMBERS: tuple[str, ...] = ("clients", "train_loss", "kept", "agreement", "bytes_sent", "dropped", "below_tau")
+NUMBERS += ("client_bytes_up", "client_bytes_down")
 PARTS = ("seconds", "layers")  # records in a record
 SIDES = "clients_"  # and before the metric's name, those of --evaluate clients
 

@@ -7,17 +7,28 @@ are not done have no part in a mean, unless none of the group is.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..measures import Measure, in_order, mean_of, measure, total_bytes, total_seconds
+from ..measures import (
+    Measure,
+    bytes_per_client,
+    client_bytes,
+    in_order,
+    mean_of,
+    measure,
+    total_bytes,
+    total_seconds,
+)
 from ..records import DEFAULTS
 from ..runs import Group, counted, differences, pairing, word
 from ..stats import summarise
 from ..sweep.grid import label_of
 from ..tables import Cell, Difference, Mark, Missing, Number, Table
 from .departures import Departures
+
+WAYS = ("up", "down")
 
 
 def values(group: Group, what: Measure) -> dict[int, float | None]:
@@ -215,9 +226,18 @@ def cost_table(groups: Sequence[Group]) -> Table:
         each = [total / len(run.records) for total, run in zip(totals, counted(group), strict=True) if run.records]
         sent = [total_bytes(run) / 1e6 for run in counted(group)]
         rows.append([group.label, count_used(group), *parts, mean(totals, 1), mean(each, 3), mean(sent, 1)])
+        rows[-1] += [mean(megabytes(bytes_per_client(run, way) for run in counted(group)), 3) for way in WAYS]
+        rows[-1] += [mean(megabytes(client_bytes(run, way) for run in counted(group)), 1) for way in WAYS]
     columns = ["runs", "seeds", *(f"{phase} s" for phase in phases), "all s", "s a round", "MB sent"]
-    notes = ["Seconds of a whole run, mean over the seeds; MB: what all ranks sent in all rounds.", *undone(groups)]
+    columns += [f"MB {way} per client and round" for way in WAYS] + [f"MB {way}, all clients" for way in WAYS]
+    notes = ["Seconds of a whole run, mean over the seeds; MB sent: what all ranks sent to each other in all rounds."]
+    notes += ["Up and down: what clients upload to the server and download from it, on any number of ranks."]
+    notes += undone(groups)
     return Table("Time and bytes", columns, rows, notes)
+
+
+def megabytes(found: Iterable[float | None]) -> list[float | None]:
+    return [None if count is None else count / 1e6 for count in found]
 
 
 def mean(found: Sequence[float | None], digits: int) -> Cell:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ...measures import round_seconds, total_bytes
+from ...measures import client_bytes, round_seconds, total_bytes
 from ...runs import Run, counted
 from ..arrange import Placed, by_metric
 from ..figures.curves import Line
@@ -34,11 +34,19 @@ def pictures(metric: str, placed: Sequence[Placed], smooth: int, ending: str) ->
     name, factor = unit(metric)
     score = f"test_{metric}"
     sent = [one for one in placed if any(total_bytes(run) for run in one.group.runs)]
+    counted_up = [one for one in placed if any(client_bytes(run, "up") for run in counted(one.group))]
     rounds = Plot(f"{slug(metric)}-rounds", f"test {metric} against rounds", "round", f"test {name}", factor)
     moved = Plot(
         f"{slug(metric)}-bytes",
         f"test {metric} against what all ranks together had sent",
         "MB sent",
+        f"test {name}",
+        factor,
+    )
+    uploaded = Plot(
+        f"{slug(metric)}-uploaded",
+        f"test {metric} against what all clients together had uploaded",
+        "MB uploaded by clients",
         f"test {name}",
         factor,
     )
@@ -63,6 +71,7 @@ def pictures(metric: str, placed: Sequence[Placed], smooth: int, ending: str) ->
         *plot(rounds, placed, lambda one: over_rounds(one, score), smooth),
         *plot(lost, placed, lambda one: over_rounds(one, "test_loss"), smooth),
         *plot(moved, sent, lambda one: over(one, megabytes), smooth),
+        *plot(uploaded, counted_up, lambda one: over(one, megabytes_uploaded), smooth),
         *plot(timed, placed, lambda one: over(one, training_seconds), smooth),
         *plot(trained, placed, lambda one: over_rounds(one, "train_loss"), smooth),
     ]
@@ -71,6 +80,11 @@ def pictures(metric: str, placed: Sequence[Placed], smooth: int, ending: str) ->
 def megabytes(run: Run) -> Curve:
     """What all ranks had sent by each round."""
     return {number: total / 1e6 for number, total in summed(run.series("bytes_sent")).items()}
+
+
+def megabytes_uploaded(run: Run) -> Curve:
+    """What all clients had uploaded by each round."""
+    return {number: total / 1e6 for number, total in summed(run.series("client_bytes_up")).items()}
 
 
 def training_seconds(run: Run) -> Curve:
