@@ -434,10 +434,9 @@ def handed_over(asked: Submission, job: Job, run: Path) -> str:
     ranks = f"{asked.ranks_per_node} rank{'s' * (asked.ranks_per_node > 1)}"
     where = f" on each of {asked.nodes} nodes" if asked.nodes > 1 else ""
     named = shlex.quote(str(run))
-    log = shlex.quote(str(run / FILES / f"{job.id}_0_log.out"))
     return (
         f"submitted {job}: {ranks}{where}\nrun folder  {run}\n"
-        f"follow it   fedmpi status {named}\n            tail -F {log}\nend it      fedmpi cancel {named}"
+        f"follow it   fedmpi status {named}\n            fedmpi logs -f {named}\nend it      fedmpi cancel {named}"
     )
 
 

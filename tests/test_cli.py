@@ -74,8 +74,8 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_an_unknown_command_is_told_its_neighbour(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused(capsys, "trian") == (
-        "unknown command 'trian'; did you mean 'train'? known: attack, cancel, compare, data, doctor, plan, "
-        "recipes, report, requeue, status, submit, sweep, train"
+        "unknown command 'trian'; did you mean 'train'? known: attack, cancel, compare, data, doctor, logs, "
+        "plan, recipes, report, requeue, status, submit, sweep, train"
     )
 
 
@@ -475,7 +475,7 @@ def test_compare_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert main(["compare", "run"]) == 0
     out = capsys.readouterr().out
-    assert len(out.splitlines()) == 3 and out.splitlines()[2].split()[:4] == ["run", "fedavg", "and", "0.7"]
+    assert len(out.splitlines()) == 3 and out.splitlines()[2].split()[:5] == ["run", "fedavg", "+", "and", "0.7"]
 
 
 def test_files_first_keeps_the_order_of_everything_else(recipe: Path) -> None:

@@ -19,8 +19,8 @@ from fedmpi.cli import main
 from fedmpi.comm import Comm, share_node
 from fedmpi.config import Config
 from fedmpi.env import Place
-from fedmpi.options import parse
 from fedmpi.experiments.tables import amount
+from fedmpi.options import parse
 from fedmpi.plan import nodes_of
 from fedmpi.run import prepare, run
 

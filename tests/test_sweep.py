@@ -180,8 +180,9 @@ def test_a_sweep_is_looked_at_followed_and_cancelled_by_its_folder(
                 assert following.stdout is not None and following.stdout.readline().startswith("round ")
                 assert main(["cancel", str(home)]) == 0
                 out, err = following.communicate(timeout=60)
-        finally:
+        except BaseException:
             process.send_signal(signal.SIGTERM)
+            raise
         assert process.wait(60) == 75
     assert "round" in out and "mean_s0 is stopped (by SIGTERM after round" in err and following.returncode == 0
     told = capsys.readouterr().out
@@ -189,7 +190,7 @@ def test_a_sweep_is_looked_at_followed_and_cancelled_by_its_folder(
     assert "1 stopped, 3 waiting; the same 'fedmpi sweep' resumes it" in told
     assert main(["cancel", str(home)]) == 2 and "has nothing that runs" in capsys.readouterr().err
     assert main(["status"]) == 0
-    assert capsys.readouterr().out.startswith("runs/tiny  sweep, 4 runs: 1 stopped, 3 waiting; 1 thread per rank\n")
+    assert capsys.readouterr().out.startswith("runs/tiny  sweep, 4 runs: 1 stopped, 3 waiting; about ")
 
 
 def test_threads_are_part_of_the_sweep_wherever_it_runs(tmp_path: Path) -> None:
@@ -335,7 +336,8 @@ def test_on_slurm_a_sweep_is_one_job_array(tmp_path: Path) -> None:
         out = fedmpi("status", long, **variables)[1]
         assert "gma_s1   fedavg + gma 0.4  queued" in out and "1 running, 3 queued" in out
         code, out, err = fedmpi("cancel", long, **variables)
-        assert code == 0 and out.count(" cancelled; ") == 4 and "4 cancelled; the same 'fedmpi sweep'" in out, err
+        assert code == 0 and len(re.findall(r"Slurm job \d+_\d cancelled; ", out)) == 4, err
+        assert "4 cancelled; the same 'fedmpi sweep' resumes it" in out
         code, _, err = fedmpi("cancel", long, **variables)
         assert code == 2 and "has nothing that runs or waits in a queue: 4 cancelled" in err
     assert sha(home / "gma_s1") == alone(tmp_path / "alone", "--mask", "gma", "--seed", "1"), "with one thread, as here"

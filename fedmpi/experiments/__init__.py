@@ -4,6 +4,7 @@
     measures, stats      what a run came to; several seeds together, and tests of a difference
     tables               cells, and how they are written as CSV, Markdown and LaTeX
 
+    status, logs         `fedmpi status`, `cancel` and `logs`, for runs and sweeps
     sweep/               `fedmpi sweep` and `fedmpi recipes`
     report/              `fedmpi report`
     attack/              `fedmpi attack`
