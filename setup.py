@@ -23,7 +23,9 @@ def readme() -> str:
 
 
 SINKS = {"wandb": ["wandb>=0.31"], "mlflow": ["mlflow-skinny>=3.17", "sqlalchemy>=2", "alembic"]}
+NOTEBOOK = ["pandas"]  # what a notebook shows more of; fedmpi.train works without
 TEST = ["pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", "mpich", *SINKS["wandb"], *SINKS["mlflow"]]
+TEST += [*NOTEBOOK, "ipython"]
 DEV = [*TEST, "ruff", "mypy", "types-PyYAML"]
 
 setup(
@@ -51,6 +53,6 @@ setup(
         "Pillow",
         "PyYAML",
     ],
-    extras_require={**SINKS, "test": TEST, "dev": DEV},
+    extras_require={**SINKS, "notebook": NOTEBOOK, "test": TEST, "dev": DEV},
     entry_points={"console_scripts": ["fedmpi = fedmpi.cli:main"]},
 )

@@ -63,7 +63,7 @@ def main() -> None:
     }
     for name, result in results.items():
         if result.rank == 0:
-            print(f"{name}: accuracy {result.history[-1]['test_accuracy']:.3f}, sha256 {digest(result.model)}")
+            print(f"{name}: accuracy {result.reports[-1]['test_accuracy']:.3f}, sha256 {digest(result.model)}")
 
 
 if __name__ == "__main__":

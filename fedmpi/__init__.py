@@ -13,19 +13,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .algorithms import Algorithm, Row
-    from .api import Result, train
+    from .api import train
+    from .config import Checkpoint, Eval, Local, Memory, Meta, Server, Skew, Step
     from .data import Arrays, Datasets
     from .objective import Objective
+    from .result import Result
 
 __version__ = "0.1.0"
 __all__ = ["Algorithm", "Arrays", "Datasets", "Objective", "Result", "Row", "train"]
+__all__ += ["Checkpoint", "Eval", "Local", "Memory", "Meta", "Server", "Skew", "Step"]  # groups of knobs
 
-_HOMES = {
+_HOMES = dict.fromkeys(("Checkpoint", "Eval", "Local", "Memory", "Meta", "Server", "Skew", "Step"), "config") | {
     "Algorithm": "algorithms",
     "Arrays": "data",
     "Datasets": "data",
     "Objective": "objective",
-    "Result": "api",
+    "Result": "result",
     "Row": "algorithms",
     "train": "api",
 }

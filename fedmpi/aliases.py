@@ -27,7 +27,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "local.weight_decay": ("weight_decay", "wd"),
     "local.clip": ("clip_grad", "grad_clip", "max_grad_norm"),
     "local.rule": ("client_optimizer", "local_optimizer"),
-    "server.lr": ("global_lr", "server_learning_rate", "eta_g"),
+    "server.lr": ("server_lr", "global_lr", "server_learning_rate", "eta_g"),
     "server.rule": ("server_optimizer",),
     "server.b1": ("beta1",),
     "server.b2": ("beta2",),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import copy
+import inspect
 import os
 import random
 import signal
@@ -15,9 +16,9 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,9 +36,14 @@ from .local import LocalRule
 from .log import record
 from .masks import Mask
 from .options import as_tree, from_values, plain
+from .result import Result
 from .run import Given, Outcome, Prepared, prepare, run, settle, trained_tensors
 from .server import ServerRule
 from .stop import Stopped, follow_launcher
+from .typed import Knobs
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class Link(NamedTuple):
@@ -52,22 +58,6 @@ WORK = ("epochs", "steps", "batch", "work")  # what of a client's knobs is not i
 _connected: list[Link] = []  # at most one, for as long as this process lasts
 
 
-@dataclass(frozen=True)
-class Result:
-    """What a training has come to; the same on every rank."""
-
-    model: nn.Module
-    """trained, on the CPU; the one that was handed over is left as it was"""
-    history: list[dict[str, Any]]
-    """a dict a round, as the lines of metrics.jsonl"""
-    config: Config
-    """every knob as it was used"""
-    out: Path | None
-    """the run folder, where one was asked for"""
-    rank: int
-    """that of this process: let one of them print or save, such as 0"""
-
-
 def train(
     model: nn.Module | str | None,
     data: Any,
@@ -75,7 +65,7 @@ def train(
     *,
     algorithm: str | Row | Algorithm = "fedavg",
     out: str | Path | None = None,
-    **knobs: Any,
+    **knobs: Unpack[Knobs],
 ) -> Result:
     """Train a model by federated learning.
 
@@ -116,8 +106,22 @@ def train(
         comm = link(prepared.cfg, place, device)
         with together(comm):
             outcome = run(prepared, comm, place, device, os.environ, [] if out is None else ASKED)
-    history = [record(report) for report in outcome.history]
-    return Result(exported(outcome), history, outcome.cfg, prepared.out, comm.rank)
+    reports = [record(report) for report in outcome.history]
+    rises = outcome.task.goal.rises
+    return Result(exported(outcome), reports, outcome.cfg, prepared.out, comm.rank, rises)
+
+
+def signature() -> inspect.Signature:
+    """The signature of `train` with every knob spelled out, for `help` and for completion in a notebook."""
+    own = inspect.signature(train)
+    fixed = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    names = [name for name in Knobs.__annotations__ if name not in own.parameters]
+    usual = {name: value for name, value in vars(Config()).items()}
+    more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=usual.get(name)) for name in names]
+    return own.replace(parameters=[*fixed, *more])
+
+
+train.__signature__ = signature()  # type: ignore[attr-defined]
 
 
 def choose(

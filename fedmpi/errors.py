@@ -16,7 +16,15 @@ from typing import TextIO
 AGAIN = 75  # the exit code of a run that stopped in good order and wants to be started again (EX_TEMPFAIL)
 
 
-class UserError(ValueError):
+class Told:
+    """An error that a notebook shows as one line, without the stack that led to it."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines that IPython prints."""
+        return [f"{type(self).__name__}: {self}"]
+
+
+class UserError(Told, ValueError):
     """The caller's mistake: exit code 2."""
 
     def __str__(self) -> str:
@@ -25,7 +33,7 @@ class UserError(ValueError):
         return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-class RunError(RuntimeError):
+class RunError(Told, RuntimeError):
     """A fault while running, told in one sentence: exit code 1."""
 
 

@@ -90,7 +90,7 @@ def same(a: Result, b: Result) -> bool:
     """Whether two results are the same to the bit."""
     one, other = weights(a), weights(b)
     alike = one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-    return alike and without_seconds(a.history) == without_seconds(b.history)
+    return alike and without_seconds(a.reports) == without_seconds(b.reports)
 
 
 class Items(Dataset):
@@ -128,7 +128,8 @@ class WithNorm(nn.Module):
 
 
 def test_the_names_of_the_package() -> None:
-    assert set(fedmpi.__all__) == {"Algorithm", "Arrays", "Datasets", "Objective", "Result", "Row", "train"}
+    groups = {"Checkpoint", "Eval", "Local", "Memory", "Meta", "Server", "Skew", "Step"}
+    assert set(fedmpi.__all__) == {"Algorithm", "Arrays", "Datasets", "Objective", "Result", "Row", "train"} | groups
     assert all(getattr(fedmpi, name).__name__ == name for name in fedmpi.__all__)
     with pytest.raises(AttributeError, match="module 'fedmpi' has no attribute 'nonsense'"):
         _ = fedmpi.nonsense
@@ -179,7 +180,7 @@ def test_clients_may_be_given_in_many_ways(kind: str, reference: Result) -> None
 
 def test_the_clients_are_those_that_were_given(reference: Result) -> None:
     assert (reference.config.clients, reference.config.cohort, reference.config.split) == (3, 3, "natural")
-    assert reference.history[-1]["clients"] == 3
+    assert reference.reports[-1]["clients"] == 3
     many = train(linear(), [pair(4, seed) for seed in range(12)], rounds=1)
     assert (many.config.clients, many.config.cohort) == (12, 10), "ten a round where there are more"
     assert train(linear(), pairs(), cohort=2).config.cohort == 2
@@ -264,20 +265,20 @@ def test_regression_reports_the_error() -> None:
     clients, test = [of(x) for x, _ in pairs()], of(TEST[0])
     results = [train(model, clients, test, rounds=20) for model in (None, linear(outputs=1))]
     for result in results:
-        assert "test_accuracy" not in result.history[-1]
+        assert "test_accuracy" not in result.reports[-1]
         outputs = result.model(test[0]).detach().squeeze(1)
-        assert result.history[-1]["test_error"] == pytest.approx(float((outputs - test[1]).abs().mean()), abs=1e-5)
-        assert result.history[-1]["test_error"] < 0.5 * result.history[0]["test_error"]
+        assert result.reports[-1]["test_error"] == pytest.approx(float((outputs - test[1]).abs().mean()), abs=1e-5)
+        assert result.reports[-1]["test_error"] < 0.5 * result.reports[0]["test_error"]
 
 
 def test_sequences_and_an_objective_of_ones_own() -> None:
     rng = torch.Generator().manual_seed(0)
     x = torch.randint(0, 5, (40, 6), generator=rng)
     last = train(None, [(x[:20], x[:20, 0]), (x[20:], x[20:, 0])], (x, x[:, 0]))
-    assert last.config.model == "gru" and 0 <= last.history[-1]["test_accuracy"] <= 1
+    assert last.config.model == "gru" and 0 <= last.reports[-1]["test_accuracy"] <= 1
     torch.manual_seed(0)
     every = nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 5))  # a class for each position
-    assert train(every, [(x[:20], x[:20]), (x[20:], x[20:])], (x, x), rounds=60).history[-1]["test_accuracy"] == 1.0
+    assert train(every, [(x[:20], x[:20]), (x[20:], x[20:])], (x, x), rounds=60).reports[-1]["test_accuracy"] == 1.0
 
     def loss(outputs: Tensor, labels: Tensor, reduction: str) -> Tensor:
         return nn.functional.binary_cross_entropy_with_logits(outputs, labels, reduction=reduction)
@@ -286,7 +287,7 @@ def test_sequences_and_an_objective_of_ones_own() -> None:
     samples, labels = TEST[0], (TEST[0][:, :2] > 0).float()
     arrays = Arrays("several", 0, samples, labels, samples, labels, objective=several)
     result = train(linear(outputs=2), arrays, None, split="iid", clients=5, cohort=5, rounds=30, local={"lr": 0.5})
-    assert result.history[-1]["test_hits"] > 0.9 > result.history[0]["test_hits"]
+    assert result.reports[-1]["test_hits"] > 0.9 > result.reports[0]["test_hits"]
 
 
 # Models
@@ -386,7 +387,7 @@ def test_groups_are_dicts_dataclasses_or_dotted() -> None:
     assert same(results[0], results[1]) and same(results[0], results[2])
     assert all(r.config.local.batch == 8 and r.config.local.momentum == 0.9 for r in results)
     assert train(linear(), pairs(), rounds=np.int64(1), mask="gma", tau=np.float32(0.5)).config.tau == 0.5
-    scored = train(linear(), pairs(), rounds=3, eval=Eval(every=2, samples=20)).history
+    scored = train(linear(), pairs(), rounds=3, eval=Eval(every=2, samples=20)).reports
     assert [h["test_accuracy"] is not None for h in scored] == [False, True, True]
 
 
@@ -551,7 +552,7 @@ def test_a_split_that_needs_what_the_data_do_not_have() -> None:
 
 def test_a_batch_of_one_sample_leaves_the_client_of_a_batch_norm_out(caplog: pytest.LogCaptureFixture) -> None:
     result = train(WithNorm(), pairs())  # nine samples in batches of eight
-    assert result.history[-1]["dropped_clients"] == [2]
+    assert result.reports[-1]["dropped_clients"] == [2]
     assert "client 2 left out: its training raised ValueError('Expected more than 1 value per channel" in caplog.text
     with pytest.raises(RunError, match="0 of 1 clients delivered a usable update"):
         train(WithNorm(), pairs()[2:])
@@ -629,8 +630,8 @@ def score(model: nn.Module) -> float:
 def test_the_model_has_the_score_of_the_last_round(model: Any) -> None:
     result = train(model, pairs()[:2], rounds=5)
     assert not result.model.training
-    assert score(result.model) == pytest.approx(result.history[-1]["test_accuracy"], abs=1e-9)
-    assert [h["round"] for h in result.history] == [1, 2, 3, 4, 5]
+    assert score(result.model) == pytest.approx(result.reports[-1]["test_accuracy"], abs=1e-9)
+    assert [h["round"] for h in result.reports] == [1, 2, 3, 4, 5]
 
 
 def test_the_state_dict_saves_and_loads() -> None:
@@ -640,7 +641,7 @@ def test_the_state_dict_saves_and_loads() -> None:
     file.seek(0)
     again = WithNorm()
     again.load_state_dict(torch.load(file, weights_only=True))
-    assert score(again.eval()) == pytest.approx(result.history[-1]["test_accuracy"], abs=1e-9)
+    assert score(again.eval()) == pytest.approx(result.reports[-1]["test_accuracy"], abs=1e-9)
 
 
 def test_the_tensors_of_the_model_lie_in_memory_of_their_own() -> None:
@@ -689,7 +690,7 @@ def test_a_run_folder_is_that_of_the_command_line(tmp_path: Path, capsys: pytest
     }
     saved = load_file(result.out / "model.safetensors")
     assert all(torch.equal(saved[name], tensor) for name, tensor in weights(result).items())
-    assert metrics(result.out) == json.loads(json.dumps(result.history))
+    assert metrics(result.out) == json.loads(json.dumps(result.reports))
     assert [sum(c) for c in json.loads((result.out / "partition.json").read_text())["histogram"]] == [24, 16, 9]
     train(linear(), pairs(), algorithm=put_together(), out="own", log_to="tensorboard")
     assert (tmp_path / "own" / "tensorboard").is_dir()
@@ -697,7 +698,7 @@ def test_a_run_folder_is_that_of_the_command_line(tmp_path: Path, capsys: pytest
     assert main(["compare", "run", "own"]) == 0
     rows = capsys.readouterr().out.splitlines()[2:]
     assert [row.split()[:2] for row in rows] == [["run", "fedavg"], ["own", "own"]]
-    assert f"{result.history[-1]['test_accuracy']:.4f}" in rows[0]
+    assert f"{result.reports[-1]['test_accuracy']:.4f}" in rows[0]
 
 
 def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
@@ -724,7 +725,7 @@ def test_the_command_line_gives_the_same_bits(options: str, tmp_path: Path) -> N
     saved = load_file(tmp_path / "cli" / "model.safetensors")
     assert saved.keys() == weights(result).keys()
     assert all(torch.equal(saved[name], tensor) for name, tensor in weights(result).items())
-    assert without_seconds(metrics(tmp_path / "cli")) == without_seconds(json.loads(json.dumps(result.history)))
+    assert without_seconds(metrics(tmp_path / "cli")) == without_seconds(json.loads(json.dumps(result.reports)))
 
 
 # Several ranks
@@ -760,7 +761,7 @@ def calls(rank: int, out: str | None) -> list[Any]:
 
 def numbers(result: Result) -> Any:
     """A result as JSON, without what depends on the clock or on the number of ranks."""
-    history = [{k: v for k, v in h.items() if k != "bytes_sent"} for h in without_seconds(result.history)]
+    history = [{k: v for k, v in h.items() if k != "bytes_sent"} for h in without_seconds(result.reports)]
     return json.loads(json.dumps([{name: t.tolist() for name, t in weights(result).items()}, history]))
 
 

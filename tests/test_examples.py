@@ -188,7 +188,7 @@ def test_the_notebook_runs_from_the_first_cell_to_the_last(
             if cell["cell_type"] == "code":
                 exec("".join(cell["source"]), space)
         plt.close("all")
-    mean, gma, hard = ([h["test_accuracy"] for h in result.history] for result in space["results"].values())
+    mean, gma, hard = ([h["test_accuracy"] for h in result.reports] for result in space["results"].values())
     assert len(mean) == len(gma) == len(hard) == 20
     assert mean[4] < gma[4] < hard[4], "the masks are faster"
     assert [len(line.get_xdata()) for line in space["axes"].get_lines()] == [20, 20, 20]
@@ -240,7 +240,7 @@ def test_the_commands_of_the_page_train(command: str, page: Path) -> None:
 def test_the_pages_arrays_its_model_and_its_script(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     knobs: dict[str, Any] = {"threads": 1, "quiet": True, "local": {"lr": 0.1, "batch": 10}}
     result = api.train("my_data:net", "my_data:arrays", split="natural", clients=20, cohort=10, rounds=5, **knobs)
-    assert result.history[-1]["test_accuracy"] > 0.8 and result.model[0].weight.shape == (8, 1, 3, 3)
+    assert result.reports[-1]["test_accuracy"] > 0.8 and result.model[0].weight.shape == (8, 1, 3, 3)
     capsys.readouterr()
     space: dict[str, Any] = {}
     exec(BLOCKS[-2].replace("rounds=5", "rounds=5, threads=1"), space)

@@ -433,7 +433,7 @@ def test_the_gap_is_scored_on_train_samples_as_they_are(tmp_path: Path, patch: p
 
 
 def test_the_gap_is_scored_as_the_test_set_is_and_not_as_in_training() -> None:
-    last = trained(tiny(), model=Contrary(), evaluate="gap").history[-1]
+    last = trained(tiny(), model=Contrary(), evaluate="gap").reports[-1]
     assert last["train_loss"] < 0.5 and last["train_accuracy"] < 0.1 and last["test_accuracy"] < 0.1
     assert last["train_sample_loss"] > 1.5
 
@@ -558,7 +558,7 @@ def test_labels_that_are_no_classes_are_refused_before_training(capsys: pytest.C
     )
     assert "round" not in capsys.readouterr().out
     result = trained([numbers(10), numbers(12)], numbers(8), nn.Linear(4, 1), evaluate="agreement,gap")
-    assert {"train_error", "train_sample_loss", "below_tau"} <= result.history[-1].keys()
+    assert {"train_error", "train_sample_loss", "below_tau"} <= result.reports[-1].keys()
 
 
 class Pairs(nn.Module):
@@ -581,7 +581,7 @@ def test_outputs_that_cannot_be_taken_apart_by_class_are_refused_before_training
         UserError, match="^--evaluate clients scores the samples of a class by themselves, which raised"
     ):
         trained(arrays, model=Pairs(), evaluate="clients")
-    assert "train_accuracy" in trained(arrays, model=Pairs(), evaluate="gap").history[-1]
+    assert "train_accuracy" in trained(arrays, model=Pairs(), evaluate="gap").reports[-1]
 
 
 # fedmpi.train
@@ -589,9 +589,9 @@ def test_outputs_that_cannot_be_taken_apart_by_class_are_refused_before_training
 
 def test_a_python_call_takes_them_as_any_knob() -> None:
     result = trained(tiny(), evaluate="clients,agreement,gap")
-    assert all(EVERY_ROUND | SCORED <= r.keys() for r in result.history)
-    assert list(result.history[-1]["layers"]) == [name for name, _ in result.model.named_parameters()]
-    json.dumps(result.history, allow_nan=False)
+    assert all(EVERY_ROUND | SCORED <= r.keys() for r in result.reports)
+    assert list(result.reports[-1]["layers"]) == [name for name, _ in result.model.named_parameters()]
+    json.dumps(result.reports, allow_nan=False)
     with pytest.raises(UserError, match=r"^unknown measurement \(--evaluate\) 'layers'; known: agreement, clients"):
         trained(tiny(), evaluate="layers")
 

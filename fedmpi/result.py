@@ -1,0 +1,139 @@
+"""What `fedmpi.train` returns, and how a notebook shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from .config import Config
+
+if TYPE_CHECKING:
+    import pandas
+
+WIDE, HIGH, LEFT, BELOW = 460, 190, 58, 26  # the picture, and what of it the labels take
+
+
+class History(list[dict[str, Any]]):
+    """The rounds where pandas is not installed: a list of them, and by a column's name a list of its values."""
+
+    def __getitem__(self, key: Any) -> Any:
+        if not isinstance(key, str):
+            return super().__getitem__(key)
+        if not any(key in row for row in self):
+            raise KeyError(key)
+        return [row.get(key) for row in self]
+
+
+@dataclass(frozen=True, repr=False)
+class Result:
+    """What a training has come to; the same on every rank."""
+
+    model: nn.Module
+    """trained, on the CPU; the one that was handed over is left as it was"""
+    reports: list[dict[str, Any]]
+    """a dict per round, as the lines of metrics.jsonl"""
+    config: Config
+    """every knob as it was used"""
+    out: Path | None
+    """the run folder, where one was asked for"""
+    rank: int
+    """that of this process: let one of them print or save, such as 0"""
+    rises: bool = True
+    """whether more of the test metric is better"""
+
+    @cached_property
+    def history(self) -> pandas.DataFrame | History:
+        """A row per round, as `reports`, with a column for each nested number ("seconds/local"): a DataFrame where
+        pandas is installed, else a `History`, which has columns by name too."""
+        rows = [flat(report) for report in self.reports]
+        try:
+            import pandas
+        except ImportError:
+            return History(rows)
+        return pandas.DataFrame(rows)
+
+    @property
+    def metric(self) -> str:
+        """The key of the test metric in a report."""
+        return next(name for name in self.reports[-1] if name.startswith("test_") and name != "test_loss")
+
+    @property
+    def scores(self) -> dict[int, float]:
+        """round -> test metric, of the rounds that were scored and came out finite."""
+        return {report["round"]: report[self.metric] for report in self.reports if report[self.metric] is not None}
+
+    @property
+    def best(self) -> float | None:
+        """The best test metric of all rounds."""
+        values = self.scores.values()
+        return (max if self.rises else min)(values) if values else None
+
+    def __repr__(self) -> str:
+        name, scores = self.metric.removeprefix("test_"), self.scores
+        last = f"{name} {list(scores.values())[-1]:.4f}, best {self.best:.4f}" if scores else f"no {name}"
+        out = f", out={str(self.out)!r}" if self.out else ""
+        return f"<fedmpi.Result {self.title}: {len(self.reports)} rounds, {last}{out}>"
+
+    @property
+    def title(self) -> str:
+        """What ran, in a few words."""
+        return f"{self.config.algorithm}, mask {self.config.mask}, {self.config.model} on {self.config.data}"
+
+    def _repr_html_(self) -> str:
+        """A title, the last round's numbers and the curve of the test metric, for notebooks."""
+        shown = [(key, value) for key, value in self.reports[-1].items() if isinstance(value, int | float)]
+        cells = "".join(f"<tr><td>{escape(key)}</td><td>{value:.6g}</td></tr>" for key, value in shown)
+        out = f"<div>run folder: <code>{escape(str(self.out))}</code></div>" if self.out else ""
+        return (
+            f"<div><b>{escape(self.title)}</b>, {len(self.reports)} of {self.config.rounds} rounds</div>"
+            f'<div style="display:flex;gap:2em;align-items:flex-start">{curve(self.scores, self.metric)}'
+            '<table style="color:inherit"><thead><tr><th colspan="2">last round</th></tr></thead>'
+            f"<tbody>{cells}</tbody></table></div>{out}"
+        )
+
+
+def flat(report: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A report without dicts in it: their numbers by both names, with a slash between."""
+    found: dict[str, Any] = {}
+    for name, value in report.items():
+        found |= flat(value, f"{prefix}{name}/") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return found
+
+
+def curve(scores: Mapping[int, float], name: str) -> str:
+    """A line over the rounds as SVG, in the colours of the page around it; empty where there is nothing to draw."""
+    if not scores:
+        return ""
+    first, last, low, high = min(scores), max(scores), min(scores.values()), max(scores.values())
+
+    def x(round: int) -> float:
+        return LEFT + (WIDE - LEFT - 12) * (round - first) / ((last - first) or 1)
+
+    def y(value: float) -> float:
+        return 12 + (HIGH - 12 - BELOW) * (1 - (value - low) / ((high - low) or 1))
+
+    points = [(x(round), y(value)) for round, value in scores.items()]
+    line = " ".join(f"{across:.1f},{down:.1f}" for across, down in points)
+    ticks = "".join(
+        f'<text x="{LEFT - 6}" y="{y(value) + 4:.0f}" text-anchor="end">{value:.4g}</text>'
+        f'<line x1="{LEFT}" x2="{WIDE - 12}" y1="{y(value):.1f}" y2="{y(value):.1f}" stroke="currentColor" '
+        'stroke-opacity="0.2"/>'
+        for value in sorted({low, high})
+    )
+    ends = "".join(
+        f'<text x="{x(end):.0f}" y="{HIGH - 8}" text-anchor="middle">{end}</text>' for end in sorted({first, last})
+    )
+    middle = (LEFT + WIDE - 12) / 2
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDE}" height="{HIGH}" viewBox="0 0 {WIDE} {HIGH}" '
+        f'font-family="sans-serif" font-size="12" fill="currentColor" role="img" aria-label="{escape(name)} by round">'
+        f'{ticks}{ends}<text x="{middle:.0f}" y="{HIGH - 8}" text-anchor="middle">{escape(name)} by round</text>'
+        f'<polyline points="{line}" fill="none" stroke="#1f77b4" stroke-width="2"/>'
+        f'<circle cx="{points[-1][0]:.1f}" cy="{points[-1][1]:.1f}" r="3" fill="#1f77b4"/></svg>'
+    )

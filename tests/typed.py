@@ -1,0 +1,50 @@
+"""Write fedmpi/typed.py, the knobs of `fedmpi.train` for type checkers and editors, from the fields of `Config`:
+
+    python -m tests.typed
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from fedmpi.aliases import ALIASES
+from fedmpi.config import Config
+
+FILE = Path(__file__).parents[1] / "fedmpi" / "typed.py"
+HEAD = '''"""The knobs of `fedmpi.train` for type checkers and editors. From config.py, by python -m tests.typed"""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+from .config import {}
+'''
+OWN = ("algorithm", "data", "model", "out")  # arguments of fedmpi.train itself
+
+
+def source() -> str:
+    """The text of the module: a TypedDict for each group, and one for all knobs with the common short names."""
+    groups = {f.name: getattr(Config(), f.name) for f in dataclasses.fields(Config)}
+    groups = {name: part for name, part in groups.items() if dataclasses.is_dataclass(part)}
+    text = HEAD.format(", ".join(sorted(type(part).__name__ for part in groups.values())))
+    for part in groups.values():
+        text += declared(f"{type(part).__name__}Dict", {f.name: f.type for f in dataclasses.fields(part)})
+    knobs: dict[str, Any] = {f.name: f.type for f in dataclasses.fields(Config) if f.name not in OWN}
+    knobs |= {name: f"{type(part).__name__} | {type(part).__name__}Dict" for name, part in groups.items()}
+    for real, some in ALIASES.items():
+        group, _, name = real.rpartition(".")
+        if group:
+            knobs[some[0]] = {f.name: f.type for f in dataclasses.fields(groups[group])}[name]
+    return text + declared("Knobs", knobs)
+
+
+def declared(name: str, fields: dict[str, Any]) -> str:
+    """A TypedDict of which nothing is required."""
+    lines = "".join(f"    {field}: {kind}\n" for field, kind in fields.items())
+    return f"\n\nclass {name}(TypedDict, total=False):\n{lines}"
+
+
+if __name__ == "__main__":
+    FILE.write_text(source(), encoding="utf-8")
