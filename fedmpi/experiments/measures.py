@@ -114,10 +114,10 @@ def total_bytes(run: Run) -> float:
 
 
 def client_bytes(run: Run, way: str) -> float | None:
-    """What all clients uploaded to the server (`way` up) or downloaded from it (down) in all rounds; None where the
-    run's version did not count it."""
+    """What all clients uploaded to the server (`way` up) or downloaded from it (down) in all rounds; None where some
+    rounds are of a version that did not count it."""
     series = run.series(f"client_bytes_{way}")
-    return sum(series.values()) if series else None
+    return sum(series.values()) if series and len(series) == len(run.records) else None
 
 
 def bytes_per_client(run: Run, way: str) -> float | None:

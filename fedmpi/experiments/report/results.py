@@ -226,14 +226,25 @@ def cost_table(groups: Sequence[Group]) -> Table:
         each = [total / len(run.records) for total, run in zip(totals, counted(group), strict=True) if run.records]
         sent = [total_bytes(run) / 1e6 for run in counted(group)]
         rows.append([group.label, count_used(group), *parts, mean(totals, 1), mean(each, 3), mean(sent, 1)])
-        rows[-1] += [mean(megabytes(bytes_per_client(run, way) for run in counted(group)), 3) for way in WAYS]
-        rows[-1] += [mean(megabytes(client_bytes(run, way) for run in counted(group)), 1) for way in WAYS]
     columns = ["runs", "seeds", *(f"{phase} s" for phase in phases), "all s", "s a round", "MB sent"]
-    columns += [f"MB {way} per client and round" for way in WAYS] + [f"MB {way}, all clients" for way in WAYS]
-    notes = ["Seconds of a whole run, mean over the seeds; MB sent: what all ranks sent to each other in all rounds."]
-    notes += ["Up and down: what clients upload to the server and download from it, on any number of ranks."]
-    notes += undone(groups)
+    notes = ["Seconds of a whole run, mean over the seeds; MB: what all ranks sent in all rounds.", *undone(groups)]
     return Table("Time and bytes", columns, rows, notes)
+
+
+def bytes_table(groups: Sequence[Group]) -> Table:
+    """What clients upload and download, beside what the ranks that stand for them sent to each other."""
+    rows: list[list[Cell]] = []
+    for group in groups:
+        runs = counted(group)
+        each = [mean(megabytes(bytes_per_client(run, way) for run in runs), 4) for way in WAYS]
+        whole = [mean(megabytes(client_bytes(run, way) for run in runs), 2) for way in WAYS]
+        sent = mean(megabytes(total_bytes(run) for run in runs), 2)
+        rows.append([group.label, count_used(group), *each, *whole, sent])
+    columns = ["runs", "seeds", *(f"client {way}" for way in WAYS), *(f"all {way}" for way in WAYS), "ranks sent"]
+    notes = ["Client up and down: what a client uploads and downloads in a round; all: all clients in all rounds."]
+    notes += ["These are the same on any number of ranks, unlike what the ranks sent to each other."]
+    notes += ["A dash: a version that did not count it.", *undone(groups)]
+    return Table("Bytes of the clients, in MB", columns, rows, notes)
 
 
 def megabytes(found: Iterable[float | None]) -> list[float | None]:

@@ -8,7 +8,7 @@ from ..figures import rows
 from ..figures.rows import Stack
 from ..figures.style import Picture
 from ..page import Absent, Named, Part, Section
-from ..results import cost_table
+from ..results import bytes_table, cost_table
 from .material import Material
 
 LEAST = 0.001  # of a round, below which a phase could not be seen
@@ -28,6 +28,7 @@ def section(material: Material) -> Section:
     parts: list[Part] = [Named("costs", cost_table(groups))]
     if phases:
         parts.append(picture(groups, each, phases))
+    parts.append(Named("client-bytes", bytes_table(groups)))
     return Section("costs", "Time and bytes", parts)
 
 

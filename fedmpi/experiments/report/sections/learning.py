@@ -34,7 +34,7 @@ def pictures(metric: str, placed: Sequence[Placed], smooth: int, ending: str) ->
     name, factor = unit(metric)
     score = f"test_{metric}"
     sent = [one for one in placed if any(total_bytes(run) for run in one.group.runs)]
-    counted_up = [one for one in placed if any(client_bytes(run, "up") for run in counted(one.group))]
+    counting = [one for one in placed if any(client_bytes(run, "up") for run in counted(one.group))]
     rounds = Plot(f"{slug(metric)}-rounds", f"test {metric} against rounds", "round", f"test {name}", factor)
     moved = Plot(
         f"{slug(metric)}-bytes",
@@ -64,14 +64,14 @@ def pictures(metric: str, placed: Sequence[Placed], smooth: int, ending: str) ->
         return [line(one, [smoothed(run.series(key), smooth) for run in counted(one.group)])]
 
     def over(one: Placed, across: Callable[[Run], Curve]) -> list[Line | None]:
-        runs = counted(one.group)
+        runs = [run for run in counted(one.group) if across(run)]
         return [line(one, [smoothed(run.series(score), smooth) for run in runs], [across(run) for run in runs])]
 
     return [
         *plot(rounds, placed, lambda one: over_rounds(one, score), smooth),
         *plot(lost, placed, lambda one: over_rounds(one, "test_loss"), smooth),
         *plot(moved, sent, lambda one: over(one, megabytes), smooth),
-        *plot(uploaded, counted_up, lambda one: over(one, megabytes_uploaded), smooth),
+        *plot(uploaded, counting, lambda one: over(one, megabytes_uploaded), smooth),
         *plot(timed, placed, lambda one: over(one, training_seconds), smooth),
         *plot(trained, placed, lambda one: over_rounds(one, "train_loss"), smooth),
     ]
@@ -83,8 +83,9 @@ def megabytes(run: Run) -> Curve:
 
 
 def megabytes_uploaded(run: Run) -> Curve:
-    """What all clients had uploaded by each round."""
-    return {number: total / 1e6 for number, total in summed(run.series("client_bytes_up")).items()}
+    """What all clients had uploaded by each round; empty where that was not counted in all of them."""
+    series = run.series("client_bytes_up") if client_bytes(run, "up") is not None else {}
+    return {number: total / 1e6 for number, total in summed(series).items()}
 
 
 def training_seconds(run: Run) -> Curve:
