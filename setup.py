@@ -23,8 +23,9 @@ def readme() -> str:
 
 
 SINKS = {"wandb": ["wandb>=0.31"], "mlflow": ["mlflow-skinny>=3.17", "sqlalchemy>=2", "alembic"]}
+RUN = ["mpich"]  # launch/mpirun.sh, where the machine has no MPI of its own
 NOTEBOOK = ["pandas"]  # what a notebook shows more of; fedmpi.train works without
-TEST = ["pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", "mpich", *SINKS["wandb"], *SINKS["mlflow"]]
+TEST = ["pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", *RUN, *SINKS["wandb"], *SINKS["mlflow"]]
 TEST += [*NOTEBOOK, "ipython"]
 DEV = [*TEST, "ruff", "mypy", "types-PyYAML"]
 
@@ -53,6 +54,6 @@ setup(
         "Pillow",
         "PyYAML",
     ],
-    extras_require={**SINKS, "notebook": NOTEBOOK, "test": TEST, "dev": DEV},
+    extras_require={**SINKS, "notebook": NOTEBOOK, "run": RUN, "test": TEST, "dev": DEV},
     entry_points={"console_scripts": ["fedmpi = fedmpi.cli:main"]},
 )

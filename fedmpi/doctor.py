@@ -43,14 +43,15 @@ from .data.store import cache_folder, data_root
 from .datacmd import state_of
 from .env import Env, Place, available_cores, choose_device, describe, find_place, rendezvous, threads_per_rank
 from .errors import RunError, UserError
+from .imports import torchvision_build, torchvision_trouble
 from .log import set_up
 from .options import filled, make_parser
 from .plugins import one_line
 
-ABOUT = """What is here (torch, devices, MPI, Slurm, submitit, data, disk, memory, threads), and whether the ranks
-reach each other. Start it as you would start 'fedmpi train': alone, or by torchrun, mpiexec, srun or submitit. A line
-for each check: ok, warn, FAIL, or -- for what is not here and not needed, and beneath it a cure. Exit code: 0 where
-nothing FAILs, 1 where something does."""
+ABOUT = """What is here (torch, torchvision, devices, MPI, Slurm, submitit, data, disk, memory, threads), and whether
+the ranks reach each other. Start it as you would start 'fedmpi train': alone, or by torchrun, mpiexec, srun or
+submitit. A line for each check: ok, warn, FAIL, or -- for what is not here and not needed, and beneath it a cure. Exit
+code: 0 where nothing FAILs, 1 where something does."""
 
 OK, ABSENT, WARN, FAIL = "ok", "--", "warn", "FAIL"
 MB, GB = 1e6, 1e9
@@ -214,6 +215,17 @@ def torch_(place: Place, asked: Asked) -> Iterator[Finding]:
     if "gloo" not in there:
         needed = pick(asked.comm, place) == "torch"
         yield Finding(FAIL if needed else WARN, "torch", "this torch cannot connect ranks", "install one with gloo")
+
+
+def torchvision(place: Place, asked: Asked) -> Iterator[Finding]:
+    """Whether torchvision fits torch: a mismatch shows when it is imported, first of all in a user's own script."""
+    if place.local_rank:
+        return
+    trouble = torchvision_trouble(outside())
+    if trouble is None:
+        yield Finding(OK, "torchvision", f"{torchvision_build()}, fits torch {torch.__version__}")
+    else:
+        yield Finding(WARN, "torchvision", *trouble)
 
 
 def devices(place: Place, asked: Asked) -> Iterator[Finding]:
@@ -427,7 +439,7 @@ def meeting(place: Place, asked: Asked) -> Iterator[Finding]:
 
 
 CHECKS: tuple[Callable[[Place, Asked], Iterator[Finding]], ...] = (
-    *(python, torch_, devices, threads, mpi, slurm, submitit, data, disk, shared_memory, memory, files),
+    *(python, torch_, torchvision, devices, threads, mpi, slurm, submitit, data, disk, shared_memory, memory, files),
     *(launcher, meeting, rendezvous_store),
 )
 NEEDED = ("devices", "mpi", "torch", "meeting", "launcher")  # without which there is no use in trying to connect
@@ -501,12 +513,16 @@ def cgroup_numbers() -> Iterator[tuple[float, float]]:
                 yield float(used), float(limit)
 
 
+def outside() -> dict[str, str]:
+    """The environment without the variables that would make a process a rank."""
+    launch = ("PMI", "MPI_", "OMPI_", "SLURM_STEP", "SLURM_PROCID")
+    return {name: value for name, value in os.environ.items() if not name.startswith(launch)}
+
+
 def ask(command: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]:
     """What a command says, without the variables that would make it a rank; exit code 124 where it takes too long."""
-    launch = ("PMI", "MPI_", "OMPI_", "SLURM_STEP", "SLURM_PROCID")
-    env = {name: value for name, value in os.environ.items() if not name.startswith(launch)}
     try:
-        done = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds)
+        done = subprocess.run(command, env=outside(), stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds)
     except subprocess.TimeoutExpired:
         return subprocess.CompletedProcess(command, 124, "", f"no answer within {seconds:g} s")
     except OSError as error:

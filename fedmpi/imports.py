@@ -1,4 +1,7 @@
-"""The one place that imports torchvision, which may not want to be imported."""
+"""The one place that imports torchvision, which may not want to be imported.
+
+`python -m fedmpi.imports` checks whether it can be imported by anybody else, and names the fix.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,13 @@ import contextlib
 import importlib
 import importlib.machinery
 import importlib.util
+import os
+import re
+import subprocess
 import sys
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -46,6 +55,45 @@ def ready_torchvision() -> None:
         _declared.append(library)
 
 
+def torchvision_trouble(environ: Mapping[str, str] = os.environ) -> tuple[str, str] | None:
+    """Import torchvision in a fresh process, as a user's script or another package would; where that fails, return what
+    is wrong and the fix."""
+    command = [sys.executable, "-c", "import torchvision"]
+    try:
+        done = subprocess.run(command, env=dict(environ), stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
+    except subprocess.TimeoutExpired:
+        return "'import torchvision' has not ended within 60 s", "see whether the file system is slow"
+    if done.returncode == 0:
+        return None
+    lines = done.stderr.decode(errors="replace").split("\n")
+    why = next((line.strip() for line in reversed(lines) if line.strip()), f"exit code {done.returncode}")
+    plain, _, build = torch.__version__.partition("+")
+    built = torchvision_build()
+    text = f"torchvision {built or '(missing)'} does not fit torch {torch.__version__}: its import fails ({why})"
+    wanted = f"torch=={plain} torchvision" + (f"=={built.partition('+')[0]}" if built else "")
+    cure = (
+        "fedmpi works without its compiled part, but your own scripts and packages such as peft and timm do not. "
+        f"Install both from one build: pip install --force-reinstall {wanted} "
+        f"--index-url https://download.pytorch.org/whl/{build or 'cpu'}; where that cannot be had, call "
+        "fedmpi.imports.ready_torchvision() in your script before anything imports torchvision"
+    )
+    return text, cure
+
+
+def torchvision_build() -> str:
+    """The version of torchvision with what it was built for, such as 0.28.0+cu130, read without importing it; empty
+    where it is not installed."""
+    package = importlib.util.find_spec("torchvision")
+    for folder in (package.submodule_search_locations if package else None) or []:
+        with contextlib.suppress(OSError):
+            found = re.search(r"__version__ = '([^']+)'", Path(folder, "version.py").read_text(encoding="utf-8"))
+            if found:
+                return found[1]
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return metadata.version("torchvision")
+    return ""
+
+
 def _load_operators() -> None:
     """Load torchvision's compiled operators where they can be loaded."""
     package = importlib.util.find_spec("torchvision")
@@ -55,3 +103,8 @@ def _load_operators() -> None:
         if compiled is not None and compiled.origin is not None:
             with contextlib.suppress(OSError, RuntimeError):
                 torch.ops.load_library(compiled.origin)  # type: ignore[no-untyped-call]
+
+
+if __name__ == "__main__":
+    if (trouble := torchvision_trouble()) is not None:
+        sys.exit(f"{trouble[0]}; {trouble[1]}")

@@ -13,7 +13,7 @@ fi
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
 trap 'exit 130' INT
-bash launch/setup.sh test
+bash launch/setup.sh run
 
 # A run folder is never overwritten, so each quickstart gets the next free number.
 mkdir -p runs/quickstart
@@ -25,13 +25,23 @@ out=runs/quickstart/$number
 mkdir "$out"
 
 export OMP_NUM_THREADS=1  # torchrun warns when it has to choose
+train=(.venv/bin/python -m torch.distributed.run --standalone --nproc-per-node=2 -m fedmpi train)
 for mask in mean gma; do
     printf '\nFedYogi, mask %s, two ranks\n' "$mask"
-    .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node=2 -m fedmpi train \
-        --algorithm fedyogi --mask "$mask" --data glyphs --split classes --clients 100 --cohort 10 --rounds 30 \
+    "${train[@]}" --algorithm fedyogi --mask "$mask" --data glyphs --split classes --clients 100 --cohort 10 --rounds 30 \
         --model lenet --threads 1 --out "$out/$mask"
 done
 
 printf '\n'
 .venv/bin/python -m fedmpi compare "$out/mean" "$out/gma"
-printf '\nrun folders: %s\n             %s\n' "$root/$out/mean" "$root/$out/gma"
+cat <<END
+
+The runs are in $out/mean and $out/gma. What next, in $root:
+  source .venv/bin/activate                                  # then 'fedmpi' is a command
+  fedmpi report $out/mean $out/gma --out report    # curves and tables: open report/index.html
+  fedmpi train --algorithm fedavg --data glyphs --rounds 50  # a run of your own; 'fedmpi help train' lists every option
+  fedmpi doctor                                              # what this machine has, and what it lacks
+  docs/own-data.md                                           # your own data and model, and fedmpi.train in Python
+  docs/tutorial.md                                           # from a first run to a sweep and a report
+  bash launch/test.sh                                        # every test (installs what testing needs)
+END

@@ -2,7 +2,9 @@
 # Makes .venv in the root of the checkout and installs fedmpi there, in development mode, with the versions of
 # constraints.txt. Quick when nothing has changed since the last time; repairs what an interrupted run left behind.
 #
-#   bash launch/setup.sh [test|dev]      test: what running and testing needs (the default); dev: ruff and mypy too
+#   bash launch/setup.sh [run|test|dev]
+#
+#   run: what running needs, MPICH among it; test: what testing needs too (the default); dev: also ruff and mypy
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -14,9 +16,11 @@ say() { printf 'setup: %s\n' "$*"; }
 fail() { printf 'setup: %s\n' "$*" >&2; exit 2; }
 
 case $extra in
-    test | dev) ;;
-    -h | --help) sed -n '2,5s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
-    *) fail "unknown extra '$extra'; known: dev, test" ;;
+    run) holds=(run) ;;
+    test) holds=(run test) ;;
+    dev) holds=(run test dev) ;;
+    -h | --help) sed -n '2,7s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+    *) fail "unknown extra '$extra'; known: dev, run, test" ;;
 esac
 
 # What the installation depends on: when this changes, it is done again. The path counts because a virtual environment
@@ -67,18 +71,33 @@ fi
 touch "$unfinished"
 "$venv/bin/python" -m pip --version >/dev/null 2>&1 || make_venv
 say "installing fedmpi[$extra] (minutes the first time: torch is large)"
+quiet=(-qq)
+if [[ $extra == run || -t 1 ]]; then  # somebody is waiting
+    quiet=()
+fi
 # When pip itself gives up (no network, say) what was installed before is whole; only a killed pip leaves pieces behind.
 trap 'exit 130' INT
 trap 'exit 143' TERM
-"$venv/bin/python" -m pip install -qq --disable-pip-version-check -c "$root/constraints.txt" -e "$root[$extra]" || {
+"$venv/bin/python" -m pip install "${quiet[@]}" --disable-pip-version-check -c "$root/constraints.txt" -e "$root[$extra]" || {
     rm "$unfinished"
     fail "pip could not install fedmpi[$extra], see above; correct that and start again"
 }
 say "checking that torch starts"
 "$venv/bin/python" -c 'import torch; torch.ones(1).sum()'
-printf '%s\n' "$print" >"$venv/fedmpi-$extra.stamp"
-if [[ $extra == dev ]]; then  # dev holds all of test
-    printf '%s\n' "$print" >"$venv/fedmpi-test.stamp"
+# A torch for the CPU and a torchvision for CUDA, as some indexes hand out, do not fit: PyTorch's own index has both.
+say "checking that torchvision fits torch"
+if ! "$venv/bin/python" -m fedmpi.imports 2>/dev/null; then
+    read -r pair build < <("$venv/bin/python" -c 'import torch, fedmpi.imports as i
+print(i.torchvision_build().partition("+")[0] or "none", torch.__version__.partition("+")[2] or "none")')
+    if [[ $pair != none && $build != none && -z ${FEDMPI_OFFLINE:-} ]]; then
+        say "it does not: trying to install torchvision $pair+$build"
+        "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-deps --retries 0 --timeout 15 \
+            --index-url "https://download.pytorch.org/whl/$build" "torchvision==$pair+$build" 2>/dev/null || true
+    fi
+    "$venv/bin/python" -m fedmpi.imports 2> >(sed 's/^/setup: WARNING: /' >&2) || true
 fi
+for one in "${holds[@]}"; do  # dev holds all of test, and test all of run
+    printf '%s\n' "$print" >"$venv/fedmpi-$one.stamp"
+done
 rm "$unfinished"
 say "done"

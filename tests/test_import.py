@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
-from conftest import rank_environment
+import pytest
+import torch
+from conftest import REPO, rank_environment
+
+from fedmpi import doctor, imports
+from fedmpi.env import Place
 
 WITHOUT = """
 import sys
@@ -53,3 +59,39 @@ assert import_path("model", "mine:net").__name__ == "resnet18"
 """
     done = run(code)
     assert done.returncode == 0, done.stderr
+
+
+def made_up(folder: Path, body: str) -> dict[str, str]:
+    """An environment in which torchvision is a package with this body."""
+    package = folder / "torchvision"
+    package.mkdir()
+    (package / "version.py").write_text("__version__ = '0.99.1+cu130'\n")
+    (package / "__init__.py").write_text(body)
+    return rank_environment() | {"PYTHONPATH": str(folder)}
+
+
+def test_a_torchvision_that_does_not_fit_is_found_with_the_fix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environ = made_up(tmp_path, "raise RuntimeError('operator torchvision::nms does not exist')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
+    monkeypatch.setattr(doctor, "outside", lambda: environ)
+    (found,) = doctor.torchvision(Place("alone", 0, 1, 0, 1), doctor.Asked())
+    assert found.level == doctor.WARN and found.text == (
+        f"torchvision 0.99.1+cu130 does not fit torch {torch.__version__}: its import fails (RuntimeError: operator "
+        "torchvision::nms does not exist)"
+    )
+    plain = torch.__version__.partition("+")[0]
+    assert f"pip install --force-reinstall torch=={plain} torchvision==0.99.1 --index-url " in found.cure
+    command = [sys.executable, "-m", "fedmpi.imports"]  # as launch/setup.sh asks
+    done = subprocess.run(command, env=environ, cwd=REPO, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1 and done.stderr == f"{found.text}; {found.cure}\n"
+
+
+def test_a_torchvision_that_fits_is_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environ = made_up(tmp_path, "")
+    assert imports.torchvision_trouble(environ) is None
+    monkeypatch.setattr(doctor, "outside", lambda: environ)
+    (found,) = doctor.torchvision(Place("alone", 0, 1, 0, 1), doctor.Asked())
+    assert found.level == doctor.OK and not list(doctor.torchvision(Place("torchrun", 1, 2, 1, 2), doctor.Asked()))

@@ -121,3 +121,14 @@ def test_help_is_the_text_at_the_top_or_the_commands_own(script: str) -> None:
     done = subprocess.run(command, env=rank_environment(), capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and not done.stderr
     assert ("--ranks_per_node" if script == "submit" else "--max-restarts") in done.stdout
+
+
+def test_set_up_and_quickstart_say_what_they_take() -> None:
+    def said(*words: str) -> tuple[int, str]:
+        done = subprocess.run(["bash", *words], cwd=REPO, capture_output=True, text=True, timeout=60)
+        return done.returncode, done.stdout + done.stderr
+
+    code, text = said("launch/setup.sh", "--help")
+    assert code == 0 and "run: what running needs" in text
+    assert said("launch/setup.sh", "all") == (2, "setup: unknown extra 'all'; known: dev, run, test\n")
+    assert said("launch/quickstart.sh", "--help")[0] == 0
