@@ -1,5 +1,5 @@
-"""What a rank keeps of its clients: a weighted sum of their deltas and, where a mask reads them, a sum of the signs and
-a weighted sum of the squares. A delta is folded in and forgotten.
+"""What a rank keeps of its clients: a weighted sum of their deltas, a sum of the signs (votes) and, where a mask reads
+them, a weighted sum of the squares. A delta is folded in and forgotten.
 
 N: the full padded vector.  Weights are whole numbers (a client's samples); `total` is the weight of the whole cohort
 as planned.

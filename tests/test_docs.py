@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shlex
 import subprocess
 import sys
+from dataclasses import is_dataclass
 from pathlib import Path
 
 import pytest
 from conftest import REPO, rank_environment
 
 from fedmpi.algorithms import ALGORITHMS
+from fedmpi.config import Config, Launch, knobs
 from fedmpi.masks import MASKS
 from fedmpi.options import parse, single_runs, split_launch
 from fedmpi.run import prepare
@@ -36,10 +39,10 @@ def test_every_command_in_the_documents_is_accepted(
 ) -> None:
     words = shlex.split(command.partition(" > ")[0], comments=True)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "my.yaml").write_text("tau: 0.3\n")
+    (tmp_path / "my.yaml").write_text("mask: gma\ntau: 0.3\n")
     for run in ("b", "first"):
         (tmp_path / "runs" / run).mkdir(parents=True)
-        (tmp_path / "runs" / run / "config.yaml").write_text("tau: 0.3\n")
+        (tmp_path / "runs" / run / "config.yaml").write_text("mask: gma\ntau: 0.3\n")
     _, options = split_launch([word for word in words if word not in ("...", "--print_config")])
     prepare(parse(options))
 
@@ -65,6 +68,55 @@ def test_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
 def test_the_readme_lists_every_algorithm_and_mask() -> None:
     rows = re.findall(r"^\| `(\w[\w-]*)`", (REPO / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert set(rows) == set(ALGORITHMS) | set(MASKS)
+
+
+def test_every_file_that_the_documents_name_exists() -> None:
+    form = r"`((?:launch|slurm|fedmpi|benchmarks|tests|docs|examples)/[\w./-]*\.(?:py|sh|sbatch|md|yaml))"
+    named = {(page.name, file) for page in PAGES for file in re.findall(form, page.read_text(encoding="utf-8"))}
+    assert len(named) > 20
+    assert not {(page, file) for page, file in named if not (REPO / file).exists()}
+
+
+def test_the_guide_names_every_option() -> None:
+    named = set(re.findall(r"--[\w.]+", (REPO / "docs" / "guide.md").read_text(encoding="utf-8")))
+    options = {name: value for part in (Config(), Launch()) for name, value in knobs(part).items()}
+    told = [name for name, value in options.items() if not is_dataclass(value) and not name.startswith("skew.")]
+    assert not [name for name in told if f"--{name}" not in named]  # data.md has --skew.*
+
+
+def imports_of(module: str) -> tuple[set[str], set[str]]:
+    """Return the modules of fedmpi that one of them imports when it is imported itself, and those at any time."""
+    path, first, ever = REPO / "fedmpi" / module, set[str](), set[str]()
+    for file in path.rglob("*.py") if path.is_dir() else [path.with_suffix(".py")]:
+        tree, depth = ast.parse(file.read_text(encoding="utf-8")), len(file.relative_to(REPO / "fedmpi").parts)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.level == depth or str(node.module).startswith("fedmpi.")):
+                paths = [node.module] if node.module else [alias.name for alias in node.names]
+                names = {path.removeprefix("fedmpi.").partition(".")[0] for path in paths} - {module}
+                ever |= names
+                first |= names if node in tree.body else set()
+    return first, ever
+
+
+def test_the_modules_of_the_design_are_those_of_the_package() -> None:
+    text = (REPO / "docs" / "design.md").read_text(encoding="utf-8").partition("## The modules")[2]
+    _, chart, table = text.partition("## What carries")[0].split("```")
+    files = [path for path in (REPO / "fedmpi").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
+    modules = {path.stem for path in files} - {"__init__", "__main__"}
+    cells = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
+    assert {name for cell in cells for name in re.findall(r"\w+", cell)} == modules
+    above = {"__version__"}
+    for line in chart.strip().splitlines():
+        names, _, sources = line.partition("<-")
+        here = set(re.findall(r"\w+", re.split(r" {6,}", names.strip())[0]))
+        above |= here
+        for module in here:
+            first, ever = imports_of(module)
+            assert first <= above, f"{module} imports what stands below it"
+            if "all of these" not in sources:
+                listed = set(re.findall(r"\w+", re.split(r" {3,}|, and", sources.strip())[0]))
+                assert listed <= ever, f"{module} does not import all that its line has"
+    assert above - {"__version__"} == modules
 
 
 @pytest.mark.parametrize("name", single_runs())
