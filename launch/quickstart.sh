@@ -24,12 +24,10 @@ done
 out=runs/quickstart/$number
 mkdir "$out"
 
-export OMP_NUM_THREADS=1  # torchrun warns when it has to choose
-train=(.venv/bin/python -m torch.distributed.run --standalone --nproc-per-node=2 -m fedmpi train)
 for mask in mean gma; do
     printf '\nFedYogi, mask %s, two ranks\n' "$mask"
-    "${train[@]}" --algorithm fedyogi --mask "$mask" --data glyphs --split classes --clients 100 --cohort 10 --rounds 30 \
-        --model lenet --threads 1 --out "$out/$mask"
+    .venv/bin/python -m fedmpi train --ranks 2 --algorithm fedyogi --mask "$mask" --data glyphs --split classes \
+        --clients 100 --cohort 10 --rounds 30 --model lenet --threads 1 --out "$out/$mask"
 done
 
 printf '\n'
