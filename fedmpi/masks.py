@@ -165,13 +165,18 @@ def make_mask(name: str, tau: float, sharpness: float = MaskKnobs.sharpness) -> 
 
 
 def try_out(name: str, mask: Mask) -> None:
-    """Refuse a mask from outside that does not work, before a run begins: on the votes of four clients on two layers,
-    whole and cut into pieces as ranks would have them."""
-    clients, spans = 4, (Span("a", 0, torch.Size([24]), False), Span("b", 24, torch.Size([17]), False))
-    votes_S = torch.arange(41).mul(7).remainder(9).sub(4).to(torch.int8)
-    mean_S = votes_S / 4 + torch.linspace(-0.2, 0.2, 41)
+    """Refuse a mask from outside that does not work, before a run begins: on votes that are mixed and on votes in
+    order, whole and cut into pieces as ranks would have them."""
+    mixed_S = torch.arange(41).mul(7).remainder(9).sub(4).to(torch.int8)
+    for votes_S in (mixed_S, mixed_S.sort().values):
+        try_votes(name, mask, votes_S, clients=4)
+
+
+def try_votes(name: str, mask: Mask, votes_S: Tensor, clients: int) -> None:
+    """Refuse a mask that does not work on these votes, which are those of two layers."""
+    mean_S = votes_S / clients + torch.linspace(-0.2, 0.2, 41)
     square_S = mean_S.square() + torch.linspace(0.0, 0.5, 41)
-    layers = LayerVotes(spans, clients, votes_S.device)
+    layers = LayerVotes([Span("a", 0, torch.Size([24]), False), Span("b", 24, torch.Size([17]), False)], clients, CPU)
     layers.add([(0, votes_S)])
 
     def keep(low: int, high: int) -> Tensor:
@@ -188,17 +193,17 @@ def try_out(name: str, mask: Mask) -> None:
 
     try:
         whole = keep(0, 41)
-        if not bool(((whole >= 0) & (whole <= 1)).all()):
-            odd = int((~((whole >= 0) & (whole <= 1))).nonzero()[0])
-            raise UserError(
-                f"mask '{name}' returned {float(whole[odd]):g} for {int(votes_S[odd])} votes of {clients} clients; it "
-                "must keep to 0 ... 1"
-            )
+        odd = (~((whole >= 0) & (whole <= 1))).nonzero().flatten().tolist()
         cuts = [torch.cat([keep(low, high) for low, high in pairwise(at)]) for at in CUTS]
     except UserError:
         raise
     except (Exception, SystemExit) as error:
         raise UserError(f"mask '{name}' raised {raised(error)} on the votes of {clients} clients") from error
+    if odd:
+        raise UserError(
+            f"mask '{name}' returned {float(whole[odd[0]]):g} for {int(votes_S[odd[0]])} votes of {clients} clients; it "
+            "must keep to 0 ... 1"
+        )
     if not all(torch.equal(whole, cut) for cut in cuts):
         raise UserError(
             f"mask '{name}' is not elementwise: cut elsewhere, the same votes give other values, and so would another "
@@ -206,4 +211,5 @@ def try_out(name: str, mask: Mask) -> None:
         )
 
 
+CPU = torch.device("cpu")
 CUTS = ((0, 1, 41), (0, 20, 41), (0, 8, 24, 40, 41), (0, 7, 13, 22, 31, 41))  # ranks' slices of 41 elements

@@ -144,6 +144,10 @@ def median(votes_S: Tensor, clients: int) -> Tensor:
     return (votes_S.abs() > votes_S.abs().median()).float()
 
 
+def signed_median(votes_S: Tensor, clients: int) -> Tensor:
+    return (votes_S.abs() >= votes_S.median()).float()
+
+
 def scaled(votes_S: Tensor, clients: int) -> Tensor:
     return votes_S.abs().float() / votes_S.abs().max().clamp_min(1)
 
@@ -164,7 +168,7 @@ def counted() -> Mask:
     return Mask(keep)
 
 
-@pytest.mark.parametrize("mask", [Mask(median), Mask(scaled), Mask(first_only), counted()])
+@pytest.mark.parametrize("mask", [Mask(median), Mask(signed_median), Mask(scaled), Mask(first_only), counted()])
 def test_a_mask_that_is_not_elementwise_is_refused(mask: Mask) -> None:
     with pytest.raises(UserError, match="^mask 'm' is not elementwise: cut elsewhere, the same votes give"):
         try_out("m", mask)
