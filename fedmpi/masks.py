@@ -200,9 +200,9 @@ def try_votes(name: str, mask: Mask, votes_S: Tensor, clients: int) -> None:
     except (Exception, SystemExit) as error:
         raise UserError(f"mask '{name}' raised {raised(error)} on the votes of {clients} clients") from error
     if odd:
+        value, votes = float(whole[odd[0]]), int(votes_S[odd[0]])
         raise UserError(
-            f"mask '{name}' returned {float(whole[odd[0]]):g} for {int(votes_S[odd[0]])} votes of {clients} clients; it "
-            "must keep to 0 ... 1"
+            f"mask '{name}' returned {value:g} for {votes} votes of {clients} clients; it must keep to 0 ... 1"
         )
     if not all(torch.equal(whole, cut) for cut in cuts):
         raise UserError(

@@ -32,9 +32,10 @@ from pathlib import Path
 
 def slow(knobs):
     def mask(votes, clients):
-        time.sleep(0.1)
-        if Path("broken").exists() and len(votes) > 1000:  # not when it is tried before the run
-            raise RuntimeError("broken on purpose")
+        if len(votes) > 1000:  # not when it is tried before the run
+            time.sleep(0.1)
+            if Path("broken").exists():
+                raise RuntimeError("broken on purpose")
         return votes.abs().float() / clients
     return mask
 """
