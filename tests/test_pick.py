@@ -81,11 +81,12 @@ def test_labels_with_a_run_that_did_not_finish_are_out(tmp_path: Path) -> None:
     (tmp_path / "mean_lr0.5_s0" / "finished.json").unlink()
     mean, _ = pick(one, points(one), tmp_path)
     assert mean.best == {"local.lr": "0.1"}
-    assert "2 of 3 came to an end" in in_words([mean], Choose(("local.lr",)))
+    told = in_words([mean], Choose(("local.lr",)), {name: "mean" for one in mean.tried for name in one.runs})
+    assert "2 of 3 came to an end" in told and " + mean: local.lr " in told
     for label in ("0.1", "1"):
         (tmp_path / f"mean_lr{label}_s0" / "finished.json").unlink()
     mean, _ = pick(one, points(one), tmp_path)
-    assert mean.best is None and "nothing; no labels have all" in in_words([mean], Choose(("local.lr",)))
+    assert mean.best is None and "nothing; no labels have all" in in_words([mean], Choose(("local.lr",)), {})
 
 
 @pytest.mark.parametrize(("round", "at"), [(0, 0), (19, 0), (20, 20), (29, 20), (30, 30), (57, 50)])
