@@ -26,10 +26,10 @@ import json
 import logging
 import os
 import re
-import shutil
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -44,17 +44,17 @@ from . import __version__, folder
 from .cohort import home
 from .comm import Comm, agreed, common_trouble
 from .config import FREE, Checkpoint
-from .errors import CommonError, UserError
+from .errors import CommonError, FileError, UserError, reason
 from .memory import Memory
 from .rounds import State
+from .schema import Damaged, FileRecord, Manifest, Part, checked, load, opened, parse
 
 log = logging.getLogger("fedmpi")
 
 FORMAT = 1  # of the files: raise it with a change that an older fedmpi cannot read
 MANIFEST, CLIENTS = "manifest.json", "clients"
-NAME = re.compile(r"round-([1-9]\d*)")
-PLAIN = re.compile(r"[\w-][\w.-]*")  # a file's name, never a path
-NOT_THERE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)  # other errors may pass: no sign of damage
+NAME = re.compile(r"round-([1-9][0-9]{0,15})")
+NOT_THERE = (FileNotFoundError, NotADirectoryError)  # other errors may pass: no sign of damage
 SEAL_SECONDS = 5.0  # that a run which ends in an error waits for a checkpoint which is all but made
 LIVE_SHARE = 0.5  # of a file of memories: below it what is valid is written again, and the file can go
 
@@ -71,12 +71,15 @@ class File:
         """What is wrong with the file; empty where it is sound. An OSError where that cannot be told at the moment."""
         path = where / self.name
         try:
-            size = path.stat().st_size
+            with opened(path) as file:
+                size = os.fstat(file.fileno()).st_size
             if size != self.bytes:
                 return f"{self.name} has {size} bytes, not {self.bytes}"
             return "" if digest(path) == self.sha256 else f"the SHA-256 of {self.name} does not match"
         except NOT_THERE:
             return f"{self.name} is missing"
+        except Damaged as error:
+            return error.what
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,7 @@ class Found:
 
     round: int
     ranks: int
-    about: Mapping[str, Any]
+    about: Manifest
     slices: tuple[Path, ...]
     memories: tuple[Path, ...]
     """oldest first: the last word on a client counts"""
@@ -117,7 +120,7 @@ class Found:
 
 def digest(path: Path) -> str:
     """The SHA-256 of a file."""
-    with open(path, "rb") as file:
+    with opened(path) as file:
         sha = hashlib.sha256()
         while block := file.read(1 << 20):
             sha.update(block)
@@ -184,7 +187,7 @@ class Saver:
             if self.comm.rank == 0:
                 (self.base / CLIENTS).mkdir(mode=0o700, parents=True, exist_ok=True)
                 for left in (*self.base.glob(".*"), *(self.base / CLIENTS).glob(".*")):
-                    remove(left)
+                    folder.remove(left)
                 for number in rounds_in(self.base):
                     if number > self.kept:  # found damaged: among those that are kept it would take a sound one's place
                         set_aside(self.base / f"round-{number}")
@@ -299,7 +302,7 @@ class Saver:
         try:
             sha = self.mine.result()
         except (OSError, safetensors.SafetensorError) as error:
-            trouble = folder.reason(error)
+            trouble = reason(error)
         self.memory.unpin()
         self.agree(trouble)
         digests = torch.zeros(self.comm.size, 32, dtype=torch.uint8)
@@ -313,16 +316,15 @@ class Saver:
     def _seal(self, about: dict[str, Any], round: int) -> int:
         """Make a checkpoint of what all ranks have written, and forget the oldest; on rank 0, in its thread."""
         aside, there = self._aside(round), self.base / f"round-{round}"
-        metrics = self.base.parent / folder.METRICS
-        if metrics.exists():
-            folder.sync(metrics)  # it has every round that the checkpoint has
+        with suppress(FileNotFoundError):  # somebody may remove it
+            folder.sync(self.base.parent / folder.METRICS)  # it has every round that the checkpoint has
         folder.write(aside / MANIFEST, sealed(about))
         discard(there)  # one that was found damaged
         os.rename(aside, there)
         folder.sync(self.base)
         try:
             self._prune(round)
-        except (OSError, Damaged) as error:  # the checkpoint is there all the same
+        except (OSError, Damaged, UserError) as error:  # the checkpoint is there all the same
             log.warning("old checkpoints in %s could not be removed (%s)", self.base, error)
         return round
 
@@ -340,7 +342,7 @@ class Saver:
                 continue  # safetensors writes into a file of another name first, perhaps just now
             coming = self.token in path.name and int(match[1]) > newest
             if path.name not in used and not coming:
-                remove(path)
+                folder.remove(path)
 
     def _settle(self) -> None:
         """Wait until rank 0 has made the checkpoint. Collective."""
@@ -353,7 +355,7 @@ class Saver:
         try:
             self.kept = self.sealing.result()
         except OSError as error:
-            return folder.reason(error)
+            return reason(error)
         self.sealing = None
         return ""
 
@@ -380,15 +382,7 @@ def discard(there: Path) -> None:
     if there.exists():
         aside = there.with_name(f".old-{there.name}-{time.time_ns()}")
         os.rename(there, aside)
-        remove(aside)
-
-
-def remove(path: Path) -> None:
-    """Remove a file, or a folder that somebody put in its place."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+        folder.remove(aside)
 
 
 def rounds_in(base: Path) -> list[int]:
@@ -408,10 +402,6 @@ Placed = tuple[Path, File]
 """a file and the folder it lies in"""
 
 
-class Damaged(Exception):
-    """A checkpoint that cannot be used, with the reason."""
-
-
 def find(out: Path, facts: Facts, comm: Comm, force: bool) -> Found | None:
     """The newest sound checkpoint of a run folder, None where there is none. A damaged one is named in the log; one of
     another run is a `UserError`. Collective."""
@@ -419,6 +409,7 @@ def find(out: Path, facts: Facts, comm: Comm, force: bool) -> Found | None:
     known = torch.zeros(1 << 10, dtype=torch.int64)  # more than anybody keeps
     with agreed(comm):
         if comm.rank == 0:
+            clear_way(base)
             numbers = rounds_in(base)[: len(known)]
             known[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64)
     comm.broadcast(known)
@@ -435,10 +426,11 @@ def find(out: Path, facts: Facts, comm: Comm, force: bool) -> Found | None:
                 found = understood(there, about, files)
                 mine = files[comm.rank :: comm.size]
                 trouble = next(filter(None, (file.trouble(where) for where, file in mine)), "")
+                trouble = trouble or next(filter(None, (strange(where / file.name, about) for where, file in mine)), "")
             except Damaged as error:
-                trouble = str(error)
+                trouble = error.what
             except OSError as error:
-                stuck = f"{there} cannot be read ({folder.reason(error)})"
+                stuck = f"{there} cannot be read ({reason(error)})"
         if stuck := common_trouble(comm, stuck):  # perhaps it can in a minute: what may be sound is not given up
             raise CommonError(f"{stuck}; nothing was changed: see to that and start the same command again")
         trouble = common_trouble(comm, trouble)
@@ -454,65 +446,83 @@ def find(out: Path, facts: Facts, comm: Comm, force: bool) -> Found | None:
     return None
 
 
-def read_manifest(there: Path) -> tuple[dict[str, Any], list[Placed]]:
+def clear_way(base: Path) -> None:
+    """Move away what stands in the place of the checkpoints' folder. A link to nowhere is a `FileError`: it may lead to
+    a disk that is not there at the moment."""
+    if base.is_symlink() and not base.is_dir():
+        raise FileError(f"{base} is a link to no folder; see to that and start the same command again")
+    if base.exists() and not base.is_dir():
+        log.warning("%s is no folder: starting over; it is kept beside it", base)
+        set_aside(base)
+
+
+def read_manifest(there: Path) -> tuple[Manifest, list[Placed]]:
     """A checkpoint's manifest, and all of its files with the folder each lies in. A slice stands before the memories of
     its rank."""
     about = read_sealed(there / MANIFEST)
+    if there.name != f"round-{about['round']}":
+        raise Damaged(there / MANIFEST, f"is that of round {about['round']}, and its folder is {there.name}")
+    if len(about["parts"]) != about["ranks"]:
+        raise Damaged(there / MANIFEST, f"has {about['ranks']} ranks and {len(about['parts'])} parts")
     files: list[Placed] = []
     for rank, sha in enumerate(about["parts"]):
-        name = f"part-{rank}.json"
-        text = read_text(there / name)
-        if hashlib.sha256(text.encode()).hexdigest() != sha:
-            raise Damaged(f"the SHA-256 of {name} does not match")
-        part = json.loads(text)
+        path = there / f"part-{rank}.json"
+        raw = load_file(path)
+        if hashlib.sha256(raw).hexdigest() != sha:
+            raise Damaged(path, "does not match its SHA-256")
+        part = checked(path, parse(path, raw), Part)
         files.append((there, as_file(part["slice"])))
         files += [(there.parent / CLIENTS, as_file(one)) for one in part["clients"]]
     return about, files
 
 
-def read_text(path: Path) -> str:
-    """What a small file says; an OSError where that cannot be told at the moment."""
+def load_file(path: Path) -> bytes:
+    """What a small file holds; an OSError where that cannot be told at the moment."""
     try:
-        return path.read_text(encoding="utf-8")
+        return load(path)
     except NOT_THERE:
-        raise Damaged(f"{path.name} is missing") from None
-    except ValueError:
-        raise Damaged(f"{path.name} is no text") from None
+        raise Damaged(path, "is missing") from None
 
 
-def read_sealed(path: Path) -> dict[str, Any]:
+def read_sealed(path: Path) -> Manifest:
     """A manifest that is what was written; a `UserError` for one that only a newer fedmpi can read. The seal stays the
     same in every format, so a damaged number is not taken for a newer one."""
-    try:
-        about = json.loads(read_text(path))
-        sha = about.pop("sha256", None)
-    except (ValueError, AttributeError, TypeError):
-        raise Damaged(f"{path.name} is no manifest") from None
+    about = parse(path, load_file(path))
+    if not isinstance(about, dict):
+        raise Damaged(path, "is no manifest")
+    sha = about.pop("sha256", None)
     if hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest() != sha:
-        raise Damaged(f"the SHA-256 of {path.name} does not match")
+        raise Damaged(path, "does not match its SHA-256")
     if isinstance(about.get("format"), int) and about["format"] > FORMAT:
         raise UserError(
             f"{path} has format {about['format']}, written by fedmpi {about.get('fedmpi')}; this is fedmpi "
             f"{__version__}, which reads up to format {FORMAT}: use the newer one, or --resume never to start over"
         )
-    read: dict[str, Any] = about
-    return read
+    return checked(path, about, Manifest)
 
 
-def as_file(record: Mapping[str, Any]) -> File:
-    """A file's record, refused where its name leads elsewhere."""
-    file = File(str(record["name"]), str(record["sha256"]), int(record["bytes"]))
-    if not PLAIN.fullmatch(file.name):
-        raise Damaged(f"'{file.name}' is not the name of a file")
-    return file
+def as_file(record: FileRecord) -> File:
+    """A file from its record."""
+    return File(record["name"], record["sha256"], record["bytes"])
 
 
-def understood(there: Path, about: Mapping[str, Any], files: Iterable[Placed]) -> Found:
+def strange(path: Path, about: Manifest) -> str:
+    """What a file of tensors lacks, or has that is none of a checkpoint's; empty where it is sound."""
+    try:
+        with safetensors.safe_open(path, "pt") as file:
+            names = set(file.keys())
+    except safetensors.SafetensorError as error:
+        return f"{path.name} is no file of tensors ({reason(error)})"
+    if path.parent.name == CLIENTS:
+        odd = next((name for name in names if not re.fullmatch("[0-9]{1,15}", name)), None)
+        return "" if odd is None else f"{path.name} has '{odd}', which is no client"
+    lacks = sorted(set(about["vectors"]) - names)
+    return f"{path.name} has no '{lacks[0]}'" if lacks else ""
+
+
+def understood(there: Path, about: Manifest, files: Iterable[Placed]) -> Found:
     """The checkpoint that a manifest describes."""
     files = list(files)
-    slices = [where for where, _ in files if where == there]
-    if len(slices) != about["ranks"]:
-        raise Damaged(f"{MANIFEST} tells of {about['ranks']} ranks and {len(slices)} slices")
     return Found(
         round=about["round"],
         ranks=about["ranks"],
@@ -522,10 +532,11 @@ def understood(there: Path, about: Mapping[str, Any], files: Iterable[Placed]) -
     )
 
 
-def compare(out: Path, about: Mapping[str, Any], facts: Facts, force: bool) -> str:
+def compare(out: Path, about: Manifest, facts: Facts, force: bool) -> str:
     """Refuse a checkpoint of another run, with what differs. `force` lets knobs differ, but not what the state is made
     of; returns those that do."""
-    there, here = about["config"], facts.config
+    there: Mapping[str, Any] = about["config"]
+    here = facts.config
     given = {name: value for name, value in here.items() if name in there and not name.startswith(FREE)}
     if given.get("threads") is None:
         given["threads"] = there["threads"]  # taken from there
@@ -564,11 +575,20 @@ def restore(found: Found, start: State, length: int, comm: Comm) -> State:
     unsent = start.unsent if "unsent.model" in found.about["vectors"] else {}  # not there where --wire was float32
     targets |= {"unsent.model": unsent["model"]} if unsent else {}
     with agreed(comm):
-        for rank, path in enumerate(found.slices):
-            read_slice(path, rank, found.ranks, own.start, min(own.stop, length), targets, length)
-        if unsent:
-            read_unsent(found, unsent["sums"], comm.rank, comm.size, min(slice_length, length - own.start))
-        read_memories(found.memories, start.memory, comm.rank, comm.size)
+        try:
+            if len(found.about["ints"]) != start.ints.numel():
+                raise ValueError(f"it has {len(found.about['ints'])} whole numbers, not {start.ints.numel()}")
+            for rank, path in enumerate(found.slices):
+                read_slice(path, rank, found.ranks, own.start, min(own.stop, length), targets, length)
+            if unsent:
+                read_unsent(found, unsent["sums"], comm.rank, comm.size, min(slice_length, length - own.start))
+            read_memories(found.memories, start.memory, comm.rank, comm.size)
+        except (safetensors.SafetensorError, RuntimeError, ValueError, OSError) as error:
+            where = found.slices[0].parent
+            raise FileError(
+                f"{where} cannot be read into this model ({reason(error)}); move it away to resume from an older "
+                "checkpoint, or start over with --resume never"
+            ) from error
     for vector_N in (start.model_N, *start.shared.values()):
         comm.gather(vector_N)
     ints = torch.tensor(found.about["ints"], dtype=torch.int64)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import __version__
-from .errors import AGAIN, AgreedError, CommonError, RunError, UserError, complain, silence, unknown
+from .errors import AGAIN, AgreedError, CommonError, RunError, UserError, complain, of_path, silence, unknown
 
 if TYPE_CHECKING:
     import torch
@@ -82,6 +82,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # nobody reads any more, as behind '| head'
         silence(sys.stdout)
         return 0
+    except OSError as error:  # of a path that was given, such as a name that is too long
+        if error.filename is None:  # of something else, which a traceback tells
+            raise
+        refused = of_path(error)
+        complain(str(refused))
+        return 2 if isinstance(refused, UserError) else 1
 
 
 def train(arguments: list[str]) -> int:

@@ -49,6 +49,7 @@ from .jobs import (
     verdict,
 )
 from .options import filled, make_parser
+from .schema import Damaged
 from .slurm import ask_slurm, slurm_job
 
 if TYPE_CHECKING:
@@ -304,7 +305,7 @@ def check_name(out: Path) -> None:
 def check_folder(out: Path, cfg: Config, busy: str) -> None:
     """Refuse a folder that holds something else, or a run that is done, queued, running, or begun with other settings,
     as far as they are known here. `busy`: its job in words, where that is `alive`."""
-    from .checkpoint import MANIFEST, Damaged, Facts, compare, read_sealed
+    from .checkpoint import MANIFEST, Facts, compare, read_sealed
     from .run import check_finished
 
     folder.check(out)
@@ -512,8 +513,7 @@ def add_life(run: Path | None, code: int, names: dict[str, str | None], restarts
     record = {"time": time.time(), **names, "restart": restarts, "code": code}
     record |= {"round": newest_checkpoint(run) or 0, "again": again, "why": why}
     try:
-        with open(run / LIVES, "a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        folder.append(run / LIVES, json.dumps(record))
     except OSError as error:
         raise RunError(
             f"{run / LIVES} cannot be written ({error.strerror}), so job {names['job']} is not started again"

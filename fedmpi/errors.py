@@ -8,6 +8,7 @@ is gone): also one sentence, exit code 1; where all ranks raise it alike, it is 
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 import sys
 from collections.abc import Iterable
@@ -16,24 +17,23 @@ from typing import TextIO
 AGAIN = 75  # the exit code of a run that stopped in good order and wants to be started again (EX_TEMPFAIL)
 
 
-class Told:
-    """An error that a notebook shows as one line, without the stack that led to it."""
+class OneLine(Exception):
+    """An error whose message is one line, and harmless to a terminal, whatever was given. A notebook shows that line
+    alone, without the stack that led to it."""
 
     def _render_traceback_(self) -> list[str]:
         """Return the lines that IPython prints."""
         return [f"{type(self).__name__}: {self}"]
 
+    def __str__(self) -> str:
+        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in super().__str__())
 
-class UserError(Told, ValueError):
+
+class UserError(OneLine, ValueError):
     """The caller's mistake: exit code 2."""
 
-    def __str__(self) -> str:
-        """In one line, and harmless to a terminal, whatever was given."""
-        text = super().__str__()
-        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
-
-class RunError(Told, RuntimeError):
+class RunError(OneLine, RuntimeError):
     """A fault while running, told in one sentence: exit code 1."""
 
 
@@ -41,8 +41,34 @@ class CommonError(RunError):
     """A fault that every rank raises in the same words at the same point, so that all can leave in good order."""
 
 
+class FileError(RunError):
+    """A fault of a file that belongs to a run: damaged, or the disk does not hand it over."""
+
+
 class AgreedError(UserError):
     """A caller's mistake that every rank has heard of, so that one of them may tell it for all."""
+
+
+MISTAKEN = {errno.ENAMETOOLONG, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EACCES, errno.EPERM}
+MISTAKEN |= {errno.EROFS, errno.EINVAL}  # the path is to blame; of other errors the disk, or the system
+
+
+def of_path(error: OSError) -> UserError | FileError:
+    """Return the error for a path that the system refuses: a mistake where another path helps, else a fault."""
+    path = "" if error.filename is None else f"'{short_path(str(error.filename))}' "
+    if error.errno in MISTAKEN:
+        return UserError(f"{path}cannot be used ({reason(error)}); give another path")
+    return FileError(f"{path or 'a file '}cannot be used ({reason(error)}); see to that and try again")
+
+
+def short_path(path: str) -> str:
+    """Return a path with its middle left out where it is longer than a message should be."""
+    return path if len(path) <= 200 else f"{path[:100]}...{path[-60:]}"
+
+
+def reason(error: BaseException) -> str:
+    """Return why something could not be read or written, in a few words."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error).split("\n")[0]
 
 
 def complain(sentence: str) -> None:

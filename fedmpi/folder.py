@@ -20,6 +20,8 @@ import logging
 import os
 import shutil
 import socket
+import stat
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,7 +31,8 @@ from typing import Any
 from safetensors import SafetensorError
 
 from .env import Place, job_names
-from .errors import RunError, UserError
+from .errors import FileError, RunError, UserError, reason, short_path
+from .schema import Damaged, Owner, Start, Stopped, checked, load, opened, parse, read, records
 
 log = logging.getLogger("fedmpi")
 
@@ -39,6 +42,7 @@ ATTACK = "attack.json"
 WAIT_SECONDS = 10.0  # for the last life of this run, which may be dying still
 LEASE_SECONDS = 300.0  # for the same after a restart: a file server learns late that a node is gone
 BEGINNINGS = (LOCK, ".writable", f".{CONFIG}")  # all that a run killed before its first word leaves
+LOCK_BYTES = 1 << 16  # what is read of one
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
@@ -48,7 +52,24 @@ def check(out: Path) -> None:
         if out.exists() and not (out / CONFIG).exists() and any(one.name not in BEGINNINGS for one in out.iterdir()):
             raise UserError(f"--out {out} holds files that are no run of fedmpi; choose another folder")
     except OSError as error:
-        raise UserError(f"--out {out} cannot be read ({error.strerror}); choose another folder") from None
+        raise UserError(f"--out {short_path(str(out))} cannot be read ({error.strerror}); choose another") from None
+    check_writable(out)
+
+
+def check_writable(out: Path) -> None:
+    """Refuse a folder that is not there and cannot be made, before any work is done for what should lie in it."""
+    try:
+        if out.exists():
+            return
+        above = next(path for path in out.absolute().parents if path.exists())
+        os.rmdir(tempfile.mkdtemp(prefix=".fedmpi-", dir=above))
+    except OSError as error:
+        raise unwritable(out, error) from None
+
+
+def unwritable(out: Path, error: OSError) -> UserError:
+    """Return the error for a folder that cannot be written."""
+    return UserError(f"--out {short_path(str(out))} cannot be written ({error.strerror}); choose a folder that can")
 
 
 def make(out: Path) -> None:
@@ -61,16 +82,21 @@ def make(out: Path) -> None:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise UserError(f"--out {out} cannot be written ({error.strerror}); choose a folder that can") from None
+        raise unwritable(out, error) from None
 
 
 def start_over(out: Path) -> None:
     """Remove what an earlier run has left, so that nothing of it is taken for the new one's."""
-    (out / FINISHED).unlink(missing_ok=True)
-    for name in ("tensorboard", "wandb", "mlflow", CHECKPOINTS):
-        shutil.rmtree(out / name, ignore_errors=True)
-    for name in (METRICS, MODEL, ATTACK):
-        (out / name).unlink(missing_ok=True)
+    for name in (FINISHED, "tensorboard", "wandb", "mlflow", CHECKPOINTS, METRICS, MODEL, ATTACK):
+        remove(out / name)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder, whichever stands there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 _held: set[int] = set()
@@ -91,7 +117,10 @@ os.register_at_fork(after_in_child=_let_go)
 def held(out: Path, place: Place, environ: Mapping[str, str], timeout: float) -> Iterator[None]:
     """Have the folder to oneself. Where somebody else has it: a `UserError` that names them; a `RunError` after a
     restart, when it may be the life before. On a file system without locks, go on without."""
-    handle = os.open(out / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        handle = own_handle(out / LOCK, os.O_RDWR, 0o600)
+    except OSError as error:
+        raise FileError(f"{out / LOCK} cannot be used ({reason(error)}); remove it and try again") from None
     _held.add(handle)
     try:
         again = restarts(environ) > 0
@@ -132,20 +161,25 @@ def take(handle: int, out: Path, seconds: float) -> bool:
         time.sleep(0.2)
 
 
-def holder(out: Path) -> dict[str, Any] | None:
+def holder(out: Path) -> Owner | None:
     """Who runs in a folder now, as far as that can be told; None: nobody."""
     try:
-        with open(out / LOCK, encoding="utf-8") as file:
+        with opened(out / LOCK) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 return None
             except BlockingIOError:
-                found = json.loads(file.readline() or "{}")
-                return found if isinstance(found, dict) else {}
-    except ValueError:  # it is being written
-        return {}
-    except OSError:
+                return owner_in(out / LOCK, file.read(LOCK_BYTES))
+    except (OSError, Damaged):
         return None
+
+
+def owner_in(path: Path, raw: bytes) -> Owner:
+    """What a lock says of its owner; nothing while it is being written."""
+    try:
+        return checked(path, parse(path, raw), Owner)
+    except Damaged:
+        return {}
 
 
 def owner_in_words(out: Path) -> str:
@@ -159,17 +193,45 @@ def write(path: Path, text: str, aside: str = "") -> None:
     """Write a file aside, sync and rename it, so that nobody ever reads half of it. `aside` tells apart those who may
     write it at the same time."""
     beside = path.with_name(f".{path.name}{aside}")
-    with open(beside, "w", encoding="utf-8") as file:
+    with open(own_handle(beside, os.O_WRONLY | os.O_TRUNC), "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(beside, path)
+    try:
+        os.replace(beside, path)
+    except IsADirectoryError:
+        raise not_regular(path) from None
     sync(path.parent)
+
+
+def append(path: Path, line: str) -> None:
+    """Add a line to a file, which is made where it is not there."""
+    with open(own_handle(path, os.O_WRONLY | os.O_APPEND), "w", encoding="utf-8") as file:
+        file.write(line + "\n")
+
+
+def own_handle(path: Path, flags: int, mode: int = 0o666) -> int:
+    """Open a file of the run's own for writing: a regular one, not by a link, which may lead out of the folder."""
+    try:
+        handle = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+    except OSError as error:
+        if error.errno in (errno.EISDIR, errno.ELOOP, errno.ENXIO):
+            raise not_regular(path) from None
+        raise
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise not_regular(path)
+    return handle
+
+
+def not_regular(path: Path) -> OSError:
+    """Return the error for something else in the place of a file."""
+    return OSError(errno.EBADF, f"{path.name} is no regular file", str(path))
 
 
 def sync(path: Path) -> None:
     """See that a file's content, or a folder's list of names, is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         os.fsync(handle)
     except OSError as error:
@@ -177,11 +239,6 @@ def sync(path: Path) -> None:
             raise
     finally:
         os.close(handle)
-
-
-def reason(error: BaseException) -> str:
-    """Why something could not be written, in a few words."""
-    return (error.strerror if isinstance(error, OSError) else None) or str(error).split("\n")[0]
 
 
 def lost(out: Path, why: str, kept: int) -> str:
@@ -194,7 +251,7 @@ def attempt(work: Callable[[], object]) -> str:
     """Do something that writes into the folder; returns why that could not be done, empty where it was."""
     try:
         work()
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, FileError) as error:
         return reason(error)
     return ""
 
@@ -212,9 +269,8 @@ def add_start(out: Path, place: Place, comm: str, round: int, environ: Mapping[s
         "restart": restarts(environ),
         "launch": launches(environ),
     }
-    with open(out / STARTS, "a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
-    (out / STOPPED).unlink(missing_ok=True)
+    append(out / STARTS, json.dumps(record))
+    remove(out / STOPPED)
 
 
 def add_stop(out: Path, round: int, why: str, environ: Mapping[str, str]) -> None:
@@ -224,10 +280,10 @@ def add_stop(out: Path, round: int, why: str, environ: Mapping[str, str]) -> Non
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A small record of a run folder; empty where there is none that can be read."""
+    """A small record that may be written anew at any time; empty where there is none that can be read."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = parse(path, load(path))
+    except (OSError, Damaged):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -249,35 +305,15 @@ def begun_before(out: Path, environ: Mapping[str, str]) -> bool:
     if not restarts(environ):
         return False
     here = set(launches(environ))
-    return any(here & set(start.get("launch", [])) for start in lines_of(out / STARTS))
+    return any(here & set(start.get("launch", [])) for start in records(out / STARTS, Start))
 
 
-def stopped_before(out: Path, environ: Mapping[str, str]) -> dict[str, Any] | None:
+def stopped_before(out: Path, environ: Mapping[str, str]) -> Stopped | None:
     """How this very launch has stopped already, where torchrun takes that for a failure and starts its ranks again."""
-    record = read_json(out / STOPPED)
+    record = read(out / STOPPED, Stopped)
     here = [name for name in launches(environ) if name.startswith("torchrun")]  # a requeued Slurm job is to go on
     again = environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    return record if again and set(here) & set(record.get("launch") or []) else None
-
-
-def lines_of(path: Path, tail: int | None = None) -> list[dict[str, Any]]:
-    """The JSON objects in a file of lines, or in its last `tail` bytes; a torn line is left out."""
-    try:
-        with open(path, "rb") as file:
-            if tail is not None:
-                file.seek(max(0, path.stat().st_size - tail))
-            raw = file.read().splitlines()
-    except OSError:
-        return []
-    out = []
-    for line in raw:
-        try:
-            found = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(found, dict):
-            out.append(found)
-    return out
+    return record if record and again and set(here) & set(record.get("launch", [])) else None
 
 
 def restarts(environ: Mapping[str, str]) -> int:

@@ -16,14 +16,16 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from .errors import AGAIN, UserError
-from .folder import CHECKPOINTS, CONFIG, FINISHED, METRICS, STARTS, STOPPED, holder, lines_of, read_json
+from .errors import AGAIN, FileError, UserError
+from .folder import CHECKPOINTS, CONFIG, FINISHED, STARTS, STOPPED, holder
+from .metrics import read_lines
+from .schema import Cancelled, Damaged, Finished, Life, Start, Stopped, Submitted, opened, read, read_yaml, records
 from .slurm import ENDED, WAITING, Facts, slurm_job, slurm_jobs
 
 SILENT = "Slurm does not answer here"
@@ -50,16 +52,20 @@ class Job:
 
 def job_of(run: Path) -> Job | None:
     """The job of a run folder; None where it never was one. A run that a batch script started has one too."""
-    made, holds, begun = read_json(run / JOB), holder(run) or {}, lines_of(run / STARTS)
-    record = holds if holds.get("job") else begun[-1] if begun else {}
+    made, holds, begun = read(run / JOB, Submitted), holder(run), records(run / STARTS, Start)
+    record: Mapping[str, Any] = holds if holds and holds.get("job") else begun[-1] if begun else {}
     latest = record.get("job")
-    newer = latest and made.get("executor") == "slurm" and number(latest) > number(made.get("job"))
-    if "job" not in made or (newer and not is_of(record, str(made["job"]))):
-        return Job(str(latest), "slurm") if latest else None
-    return Job(str(made["job"]), str(made.get("executor")), str(made.get("host", "")))
+    if made is None or (
+        latest
+        and made.get("executor") == "slurm"
+        and number(latest) > number(made["job"])
+        and not is_of(record, made["job"])
+    ):
+        return Job(latest, "slurm") if latest else None
+    return Job(made["job"], made.get("executor", "None"), made.get("host", ""))
 
 
-def is_of(record: dict[str, Any], job: str) -> bool:
+def is_of(record: Mapping[str, Any], job: str) -> bool:
     """Whether a record of a folder is of this job, by either of the names that an element of an array has."""
     return job in (record.get("job"), record.get("element"))
 
@@ -73,11 +79,11 @@ def number(job: Any) -> int:
 def kept_alive(run: Path) -> bool:
     """Whether the process that keeps a local job is there: it has the lock of its file for as long as it lives."""
     try:
-        with open(run / FILES / KEEPER, "rb") as file:
+        with opened(run / FILES / KEEPER) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:
+    except (OSError, Damaged):
         pass
     return False
 
@@ -104,9 +110,8 @@ def newest_checkpoint(run: Path) -> int | None:
 
 def cancelled(run: Path) -> bool:
     """Whether the run was cancelled since it was last started."""
-    begun = lines_of(run / STARTS)
-    when = read_json(run / CANCELLED).get("time")
-    return isinstance(when, int | float) and all(when >= start.get("time", 0) for start in begun[-1:])
+    begun, told = records(run / STARTS, Start), read(run / CANCELLED, Cancelled)
+    return told is not None and all(told["time"] >= start.get("time", 0) for start in begun[-1:])
 
 
 def verdict(code: int, run: Path | None, retries: int, job: str, restarts: int) -> tuple[bool, str]:
@@ -125,11 +130,12 @@ def verdict(code: int, run: Path | None, retries: int, job: str, restarts: int) 
         return again, "" if again else f"it was started again {restarts} times"
     if (run / FINISHED).exists():
         return False, "the run is done"
-    if cancelled(run):
-        return False, "the run was cancelled"
+    with suppress(FileError):  # a damaged note must not cost the run its next life
+        if cancelled(run):
+            return False, "the run was cancelled"
     saved = newest_checkpoint(run) or 0
     vain = 0
-    for life in reversed([life for life in lines_of(run / LIVES) if life.get("job") == job]):
+    for life in reversed([life for life in records(run / LIVES, Life) if life.get("job") == job]):
         if life.get("round") != saved:
             break
         vain += 1
@@ -162,22 +168,43 @@ def look_at(runs: list[Path]) -> list[dict[str, Any]]:
 
 
 def states_of(runs: list[Path]) -> list[tuple[str, str]]:
-    """The state of each run and what more there is to say of it, for an overview; what is not there has not begun."""
-    return [state_of(run, job, facts) for run, (job, facts) in zip(runs, jobs_of(runs), strict=True)]
+    """The state of each run and what more there is to say of it, for an overview; what is not there has not begun, and
+    what has damaged files has failed."""
+    return [
+        state_or_damage(run, job, facts) for run, (job, facts) in zip(runs, jobs_of(runs, strict=False), strict=True)
+    ]
 
 
-def jobs_of(runs: list[Path]) -> list[tuple[Job | None, Facts | None]]:
-    """The job of each run and what Slurm knows of it, as `slurm_jobs` has it; empty for what is no job of Slurm's."""
-    jobs = [job_of(run) for run in runs]
+def state_or_damage(run: Path, job: Job | None, facts: Facts | None) -> tuple[str, str]:
+    """A run's state; one with damaged files has failed, and they are named."""
+    try:
+        return state_of(run, job or job_of(run), facts)
+    except FileError as error:
+        return "failed", str(error)
+
+
+def jobs_of(runs: list[Path], strict: bool = True) -> list[tuple[Job | None, Facts | None]]:
+    """The job of each run and what Slurm knows of it, as `slurm_jobs` has it; empty for what is no job of Slurm's. If
+    not `strict`, a run whose files are damaged has none."""
+    jobs = [job_of(run) if strict else job_or_none(run) for run in runs]
     known = slurm_jobs(job.id for job in jobs if job is not None and job.executor == "slurm")
     return [(job, {} if job is None else known.get(job.id, {})) for job in jobs]
 
 
+def job_or_none(run: Path) -> Job | None:
+    """The job of a run folder; None where it never was one, or its files are damaged."""
+    try:
+        return job_of(run)
+    except FileError:
+        return None
+
+
 def told(run: Path, job: Job | None, facts: Facts | None) -> dict[str, Any]:
     """All that is told of a run. `facts`: what Slurm knows of its job."""
-    begun = lines_of(run / STARTS)
+    begun = records(run / STARTS, Start)
     state, why = state_of(run, job, facts)
-    made, last = read_json(run / JOB), begun[-1] if begun else {}
+    made: Mapping[str, Any] = read(run / JOB, Submitted) or {}
+    last: Mapping[str, Any] = begun[-1] if begun else {}
     out: dict[str, Any] = {"run": str(run), "state": state, "why": why}
     out["job"] = None if job is None else job.id
     out["executor"] = None if job is None else job.executor
@@ -192,7 +219,7 @@ def told(run: Path, job: Job | None, facts: Facts | None) -> dict[str, Any]:
 def state_of(run: Path, job: Job | None, facts: Facts | None) -> tuple[str, str]:
     """A run's state and what more there is to say of it. `facts`: what Slurm knows of its job."""
     slurm = (facts or {}).get("JobState", "")
-    if (run / FINISHED).exists() and slurm not in WAITING:  # a finished run may be queued for more rounds
+    if read(run / FINISHED, Finished) and slurm not in WAITING:  # a finished run may be queued for more rounds
         return "finished", ""
     if slurm in WAITING:
         reason = (facts or {}).get("Reason", "")
@@ -211,16 +238,16 @@ def state_of(run: Path, job: Job | None, facts: Facts | None) -> tuple[str, str]
 
 def state_at_rest(run: Path, job: Job | None, facts: Facts | None, slurm: str) -> tuple[str, str]:
     """The state of a run that is not finished and that nobody runs."""
-    lives = [life for life in lines_of(run / LIVES) if job is not None and is_of(life, job.id)]
+    lives = [life for life in records(run / LIVES, Life) if job is not None and is_of(life, job.id)]
     given_up = str(lives[-1].get("why")) if lives and not lives[-1].get("again") else ""
     if cancelled(run) or slurm == "CANCELLED":
         return "cancelled", "" if cancelled(run) else "by scancel"
     if facts is None:
         return "unknown", SILENT
-    if stopped := read_json(run / STOPPED):
-        why = f"by {stopped.get('why')} after round {stopped.get('round')}"
+    if stopped := read(run / STOPPED, Stopped):
+        why = f"by {stopped['why']} after round {stopped['round']}"
         return "stopped", f"{why}; not started again, as {given_up}" if given_up else why
-    begun = lines_of(run / STARTS)
+    begun = records(run / STARTS, Start)
     if not begun and not slurm and not lives:
         return "unknown", "it has not begun" if job is None else "Slurm has forgotten the job, and the run never began"
     code = f"exit code {lives[-1].get('code')}" if lives else ""
@@ -239,7 +266,7 @@ def nodes_of(run: Path, job: Job | None, facts: Facts) -> str | None:
 
 def progress(run: Path, state: str) -> dict[str, Any]:
     """Rounds done and to do, how fast they go, and the last test metric."""
-    rounds = [line for line in lines_of(run / METRICS, TAIL_BYTES) if isinstance(line.get("round"), int)]
+    rounds = [line.record for line in read_lines(run, TAIL_BYTES) if line.record is not None]
     done = rounds[-1]["round"] if rounds else 0
     wanted = configured_rounds(run)
     rate = rate_of(rounds[-RECENT:])
@@ -255,9 +282,8 @@ def progress(run: Path, state: str) -> dict[str, Any]:
 def configured_rounds(run: Path) -> int | None:
     """How many rounds a run is to have, None where its configuration cannot be read."""
     try:
-        found = yaml.safe_load((run / CONFIG).read_text(encoding="utf-8"))
-        return int(found["rounds"])
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        return int(read_yaml(run / CONFIG)["rounds"])
+    except (FileError, ValueError, KeyError, TypeError, OverflowError):
         return None
 
 
@@ -280,7 +306,8 @@ def errors_of(run: Path, job: Job | None) -> list[str]:
 
 def log_folder(run: Path) -> Path:
     """Where the job of a run writes its logs."""
-    return Path(os.path.normpath(run / str(read_json(run / JOB).get("logs", FILES))))
+    made = read(run / JOB, Submitted)
+    return Path(os.path.normpath(run / (made.get("logs", FILES) if made else FILES)))
 
 
 def age(path: Path) -> float:
@@ -294,10 +321,10 @@ def age(path: Path) -> float:
 def tail_of(path: Path) -> list[str]:
     """The last lines of a log that say something."""
     try:
-        with open(path, "rb") as file:
-            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-            text = file.read().decode(errors="replace")
-    except OSError:
+        with opened(path) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+            text = file.read(TAIL_BYTES).decode(errors="replace")
+    except (OSError, Damaged):
         return []
     lines = [line.rstrip() for line in text.splitlines()]
     return [line for line in lines if line and not line.startswith("submitit ")][-SHOWN:]

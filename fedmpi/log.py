@@ -12,7 +12,7 @@ import math
 import os
 import sys
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from dataclasses import fields as fields_of
 from functools import partial
@@ -23,7 +23,8 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from .errors import UserError, unknown
-from .folder import METRICS, write
+from .folder import METRICS, append, write
+from .metrics import Record, finite, lacking, read_lines
 from .rounds import Report
 from .sinks import SINKS, About, Guarded, Sink, need
 from .stop import Stopped
@@ -33,31 +34,30 @@ LEAST_FIRST = ("kept", "agree", "train", "loss", "below", "others", "part")  # l
 PLAIN: Mapping[str, str] = {}
 COLOURS = {"round": "1", "metric": "32", "dropped": "33", "time": "2"}  # bold, green, yellow, dim
 
+log = logging.getLogger("fedmpi")
+
 
 class JsonLines:
-    """One JSON object a line; of an earlier life, what it had up to round `done`."""
+    """One JSON object a line; of an earlier life, the rounds up to `done` that it left (`metrics.history`)."""
 
-    def __init__(self, folder: Path, done: int) -> None:
+    def __init__(self, folder: Path, done: int, records: Sequence[Record]) -> None:
         self.path = folder / METRICS
-        records = read_records(folder, done)
-        if len(records) < done:
-            there = sorted(folder.glob(f"{METRICS}*"))
-            kept = folder / f"{METRICS}.damaged-{len(there)}"
-            logging.getLogger("fedmpi").warning(
-                "%s has %d of %d rounds; what was there is kept as %s", self.path, len(records), done, kept.name
-            )
-            if self.path.exists():
-                os.replace(self.path, kept)
+        if absent := lacking(records, done):
+            kept = ""
+            if any(line.record is None for line in read_lines(folder)):
+                copy = folder / f"{METRICS}.damaged-{len(list(folder.glob(f'{METRICS}*')))}"
+                os.replace(self.path, copy)
+                kept = f"; what was there is kept as {copy.name}"
+            log.warning("%s lacks %s%s; the model is not affected", self.path, absent, kept)
         write(self.path, "".join(json.dumps(record) + "\n" for record in records))
-        self.file = open(self.path, "a", encoding="utf-8")
 
     def write(self, record: dict[str, Any]) -> None:
-        os.stat(self.path)  # a folder that somebody removed would go unnoticed
-        self.file.write(json.dumps(record, allow_nan=False) + "\n")
-        self.file.flush()
+        if not self.path.exists() and self.path.parent.exists():  # of a folder that is gone, `append` complains
+            log.warning("%s was removed: a new one has the rounds from %d on", self.path, record["round"])
+        append(self.path, json.dumps(record, allow_nan=False))
 
     def close(self, how: str) -> None:
-        self.file.close()
+        pass
 
 
 def sink_names(names: str) -> list[str]:
@@ -78,14 +78,7 @@ def record(report: Report) -> dict[str, Any]:
     values[f"test_{values.pop('metric')}"] = values.pop("test_metric")
     values["seconds"].setdefault("eval", 0.0)
     values |= values.pop("measures")
-    return {name: plain(value) for name, value in values.items()}
-
-
-def plain(value: Any) -> Any:
-    """A value of a record as JSON has it: what is no number is null."""
-    if isinstance(value, dict):
-        return {name: plain(one) for name, one in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return {name: finite(value) for name, value in values.items()}
 
 
 def report_of(record: dict[str, Any]) -> Report:
@@ -100,23 +93,6 @@ def report_of(record: dict[str, Any]) -> Report:
         metric=metric.removeprefix("test_"),
         measures={name: value for name, value in record.items() if name not in ours},
     )
-
-
-def read_records(folder: Path, done: int) -> list[dict[str, Any]]:
-    """The records of the rounds up to `done` in a run folder; lines that are no records are left out."""
-    try:
-        texts = (folder / METRICS).read_text(encoding="utf-8", errors="replace").splitlines() if done else []
-    except FileNotFoundError:
-        return []
-    found: list[dict[str, Any]] = []
-    for text in texts:
-        try:
-            record = json.loads(text)
-            if record["round"] <= done:
-                found.append(record)
-        except (ValueError, TypeError, KeyError):  # cut short, or damaged
-            continue
-    return found
 
 
 def fields(report: Report, rounds: int) -> dict[str, str]:
@@ -192,8 +168,8 @@ def folded(text: str) -> str:
 
 class Log:
     """Rank 0's log of a run; on other ranks it takes everything and says nothing. Without a folder nothing is kept.
-    It goes on from round `done`. `several`: there are more ranks than this one; `hidden`: fields
-    of a round that are the same in every round of this run."""
+    It resumes after round `done`, with the `records` of the rounds before. `several`: there are more ranks than this
+    one; `hidden`: fields of a round that are the same in every round of this run."""
 
     def __init__(
         self,
@@ -204,6 +180,7 @@ class Log:
         quiet: bool = False,
         done: int = 0,
         config: Mapping[str, Any] | None = None,
+        records: Sequence[Record] = (),
         verbose: bool = False,
         several: bool = False,
         hidden: tuple[str, ...] = (),
@@ -213,8 +190,8 @@ class Log:
         self.styles = styles_for(sys.stdout)
         self.sinks: list[Sink] = []
         if speaks and folder is not None:
-            self.sinks.append(JsonLines(folder, done))
-            about = About(folder, done, config or {}, read_records(folder, done) if sinks else [])
+            self.sinks.append(JsonLines(folder, done, records))
+            about = About(folder, done, config or {}, records)
             try:
                 for name in sinks:
                     self.sinks.append(Guarded(name, about))

@@ -16,7 +16,7 @@ import os
 import re
 import signal
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -52,15 +52,16 @@ from .data import (
 )
 from .data.splits import OWNERS
 from .env import Place, available_cores, choose_device, describe, threads_per_rank
-from .errors import CommonError, RunError, UserError, unknown
+from .errors import CommonError, FileError, RunError, UserError, unknown
 from .feed import make_feed
 from .folder import CONFIG, FINISHED, MODEL, write
 from .heap import keep_freed
 from .local import RULES
-from .log import Log, folded, read_records, record, report_of, sink_names
+from .log import Log, folded, record, report_of, sink_names
 from .masks import MASKS, MaskKnobs
 from .measure import Asked, ask, attack, check_folder, measure_names, scored
 from .memory import Memory
+from .metrics import Record, history, with_last
 from .models import MODELS, ModelRow, find_model, make_model
 from .objective import check_outputs, try_objective
 from .paths import Path as StepPath
@@ -68,6 +69,7 @@ from .paths import check_step, faster_layout, try_path
 from .paths import describe as describe_step
 from .plugins import one_line
 from .rounds import Plan, Report, State, begin, rounds
+from .schema import Finished, read, read_yaml
 from .seeds import torch_seed
 from .server import VARIED
 from .stop import Stop, Stopped, in_words
@@ -259,16 +261,24 @@ def run(
         if taken := common_trouble(comm, taken):
             raise CommonError(taken)
         found = find_start(out, cfg, facts, environ, comm)
+        with agreed(comm):
+            records = read_history(out, found)
         threads = torch.get_num_threads()  # in the configuration too: a run is repeated by its config.yaml
         facts = replace(facts, config={**facts.config, "threads": threads})
         settled = replace(cfg, threads=threads)
         with agreed(comm):
             if comm.rank == 0 and out is not None:
-                if found is None:
-                    folder.start_over(out)
                 environment = describe(place, environ, threads, str(device))
-                describe_run(out, settled, data, partition, meta, environment)
-                folder.add_start(out, place, comm.name, found.round if found else 0, environ)
+                done = found.round if found else 0
+
+                def begin_folder() -> None:
+                    if found is None:
+                        folder.start_over(out)
+                    describe_run(out, settled, data, partition, meta, environment)
+                    folder.add_start(out, place, comm.name, done, environ)
+
+                if trouble := folder.attempt(begin_folder):
+                    raise FileError(folder.lost(out, trouble, done))
         note = f"\ndata: {data.note}" if data.note else ""
         note += f"\ngoing on after round {found.round} of the run in {out}" if found else ""
         with agreed(comm):
@@ -281,6 +291,7 @@ def run(
                 quiet=cfg.quiet,
                 done=done,
                 config=told,
+                records=records,
                 verbose=cfg.verbose,
                 several=comm.size > 1,
                 hidden=("kept",) if cfg.mask == "mean" and prepared.given.row is not OWN else (),  # all of it, always
@@ -288,7 +299,7 @@ def run(
         stop = Stop(signals, cfg.max_minutes, began, speaks=comm.rank == 0)
         with log, stop, Saver(out, cfg.checkpoint, facts, comm, found) as saver:
             log.say(folded(header(prepared, task, comm) + note))
-            outcome = train(prepared, task, comm, saver, stop, log, environ, found, asked)
+            outcome = train(prepared, task, comm, saver, stop, log, environ, found, asked, records)
         if out is not None and "membership" in prepared.measures:
             log.say(attack(out, prepared.given, comm))
     comm.barrier()
@@ -305,23 +316,23 @@ def train(
     environ: Mapping[str, str],
     found: Found | None,
     asked: Asked,
+    records: Sequence[Record],
 ) -> Outcome:
     """The rounds that are left, each logged and, when it is time, saved; then the results. Collective."""
     cfg, out, first = prepared.cfg, prepared.out, comm.rank == 0
     plan = plan_of(prepared)
     state = begin(task, prepared.algorithm, comm, make_memory(prepared, task), cfg.wire)
-    history: list[Report] = []
+    reports = [report_of(one) for one in records]
     progress = Progress()
-    if found is not None and out is not None:
+    if found is not None:
         state, progress = restore(found, state, task.layout.length, comm), found.progress
-        history = [report_of(one) for one in read_records(out, found.round)]
     training = rounds(state, plan, prepared.algorithm, task, comm)
     for state, report in training:
         report = replace(report, metric=task.goal.metric)
         if report.round % cfg.eval.every == 0 or report.round == cfg.rounds:
             report = scored(report, plan, task, state, comm, cfg.eval.batch, asked)
         saver.trouble = folder.attempt(partial(log.round, report))
-        history.append(report)
+        reports.append(report)
         progress = moved_on(progress, report, task.goal.rises)
         stop.round_done()
         flags = saver.round_done(state, progress, stop.flags, last=report.round == cfg.rounds)
@@ -333,7 +344,7 @@ def train(
     if first and out is not None and not (out / FINISHED).exists():
         saver.trouble = folder.attempt(partial(finish, out, task, state, progress))
     saver.agree()
-    return Outcome(task, state, history, cfg)
+    return Outcome(task, state, reports, cfg)
 
 
 def plan_of(prepared: Prepared) -> Plan:
@@ -346,7 +357,8 @@ def plan_of(prepared: Prepared) -> Plan:
 
 def check_finished(out: Path, cfg: Config, environ: Mapping[str, str]) -> None:
     """Refuse a finished run, but for one that is to have more rounds, or whose launcher has started it once more."""
-    if not (out / FINISHED).exists():
+    finished = read(out / FINISHED, Finished)
+    if finished is None:
         return
     again = folder.begun_before(out, environ)
     if not (cfg.resume == "force" or again) or not (out / folder.CHECKPOINTS).is_dir():
@@ -354,8 +366,8 @@ def check_finished(out: Path, cfg: Config, environ: Mapping[str, str]) -> None:
             f"--out {out} already holds a finished run; choose another folder or remove it, or go on from it with more "
             "--rounds and --resume force"
         )
-    done = folder.read_json(out / FINISHED).get("rounds", 0)
-    if done >= cfg.rounds and not again:
+    if finished["rounds"] >= cfg.rounds and not again:
+        done = finished["rounds"]
         raise UserError(f"--out {out} holds a finished run of {done} rounds; give more --rounds to go on from it")
 
 
@@ -366,7 +378,8 @@ def find_start(out: Path | None, cfg: Config, facts: Facts, environ: Mapping[str
     words = torch.zeros(3, dtype=torch.int64)  # the round it has stopped after, whether to start over, whether finished
     with agreed(comm):
         if comm.rank == 0:
-            words[0] = int((folder.stopped_before(out, environ) or {}).get("round", 0))
+            before = folder.stopped_before(out, environ)
+            words[0] = before["round"] if before else 0
             words[1] = cfg.resume == "never" and not folder.begun_before(out, environ)  # it was said to the first life
             words[2] = (out / FINISHED).exists()
     comm.broadcast(words)
@@ -387,8 +400,15 @@ def find_start(out: Path | None, cfg: Config, facts: Facts, environ: Mapping[str
     with agreed(comm):
         if comm.rank == 0 and found.round < cfg.rounds:
             for name in (FINISHED, folder.ATTACK):
-                (out / name).unlink(missing_ok=True)
+                folder.remove(out / name)
     return found
+
+
+def read_history(out: Path | None, found: Found | None) -> list[Record]:
+    """The rounds before this life, as far as metrics.jsonl has them; the last one is in the checkpoint, too."""
+    if out is None or found is None:
+        return []
+    return with_last(history(out, found.round), dict(found.about["last"]))
 
 
 def moved_on(progress: Progress, report: Report, rises: bool) -> Progress:
@@ -614,8 +634,8 @@ def layout_before(prepared: Prepared) -> str | None:
     if out is None or prepared.cfg.resume == "never" or not (out / folder.CHECKPOINTS).is_dir():
         return None
     try:
-        layout = yaml.safe_load((out / CONFIG).read_text())["step"]["layout"]
-    except (OSError, yaml.YAMLError, KeyError, TypeError):
+        layout = read_yaml(out / CONFIG)["step"]["layout"]
+    except (FileError, KeyError, TypeError):
         return None  # of a version that had no choice, or not to be read
     return layout if layout in ("contiguous", "channels_last") else None
 
@@ -669,6 +689,7 @@ def describe_run(
 def finish(out: Path, task: Task, state: State, progress: Progress) -> None:
     """Write the model under its own names, then the file that says the run is done."""
     aside = out / f".{MODEL}"
+    folder.remove(aside)
     save_file(trained_tensors(task, state), aside, metadata={"format": "pt"})
     folder.sync(aside)
     os.replace(aside, out / MODEL)

@@ -7,7 +7,7 @@ import torch
 
 from fedmpi.comm import Comm, agreed
 from fedmpi.comm.node import share_node
-from fedmpi.errors import UserError
+from fedmpi.errors import CommonError, FileError, UserError
 
 TRAVELLING = (torch.float32, torch.int64, torch.int32, torch.int8, torch.bfloat16)
 
@@ -168,11 +168,13 @@ def check_agreed(comm: Comm) -> None:
     with agreed(comm):
         pass
     last = comm.size - 1
-    for error, text in (
-        (UserError("no such data; get some"), "no such data; get some"),
-        (OSError("disk"), "OSError: disk"),
+    for error, kind, text in (
+        (UserError("no such data; get some"), UserError, "no such data; get some"),
+        (FileError("it is damaged"), CommonError, "it is damaged"),
+        (OSError(5, "Broken", "f"), CommonError, "'f' cannot be used (Broken); see to that and try again"),
+        (OSError(36, "Too long", "f"), UserError, "'f' cannot be used (Too long); give another path"),
     ):
-        with pytest.raises(UserError) as told, agreed(comm):
+        with pytest.raises(kind) as told, agreed(comm):
             if comm.rank == last:
                 raise error
         assert str(told.value) == (f"rank {last}: " if comm.size > 1 else "") + text

@@ -32,7 +32,7 @@ from fedmpi import data
 from fedmpi.cli import main
 from fedmpi.config import Config, Eval, Local, Meta
 from fedmpi.data import Arrays, Datasets
-from fedmpi.errors import UserError
+from fedmpi.errors import FileError, UserError
 from fedmpi.experiments.attack import command
 from fedmpi.experiments.attack.answers import ask, sample_losses
 from fedmpi.experiments.attack.attackers import (
@@ -180,10 +180,10 @@ def rebuilt(run: Path) -> Rebuilt:
     return rebuild(read, config_of(read, None), CPU, NOTHING)
 
 
-def refused(*arguments: object, capsys: pytest.CaptureFixture[str]) -> str:
-    """The sentence with which the command refuses these arguments, with exit code 2 and nothing else said."""
+def refused(*arguments: object, capsys: pytest.CaptureFixture[str], code: int = 2) -> str:
+    """The message with which the command refuses these arguments, with nothing else said."""
     capsys.readouterr()
-    assert main(["attack", *map(str, arguments)]) == 2
+    assert main(["attack", *map(str, arguments)]) == code
     said = capsys.readouterr()
     assert said.out == "" and said.err.count("\n") == 1
     return said.err.removeprefix("fedmpi: ").strip()
@@ -433,7 +433,7 @@ def test_the_caller_is_not_disturbed(learnt: Path, spoilt: Path) -> None:
     torch.set_num_threads(3)
     before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate(), torch.get_num_threads()
     attack_run(learnt, how=SMALL)
-    with pytest.raises(UserError):
+    with pytest.raises(FileError):
         attack_run(spoilt)
     after = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate(), torch.get_num_threads()
     torch.set_num_threads(1)
@@ -605,15 +605,15 @@ def test_a_model_that_is_gone_or_another(spoilt: Path, capsys: Any) -> None:
     model = spoilt / "model.safetensors"
     save_file({"1.weight": torch.zeros(2)}, model)
     wanted = f"'{model}' is not the file that the run has written: its SHA-256 is another; train it again, or put back"
-    assert refused(spoilt, capsys=capsys).startswith(wanted)
+    assert refused(spoilt, capsys=capsys, code=1).startswith(wanted)
     finished = json.loads((spoilt / "finished.json").read_text())
     sign(spoilt, finished)
     assert "model 'logistic' is not that of the run in" in refused(spoilt, capsys=capsys)
     model.write_bytes(b"no tensors")
     sign(spoilt, finished)
-    assert f"'{model}' cannot be read" in refused(spoilt, capsys=capsys)
+    assert f"'{model}' cannot be read" in refused(spoilt, capsys=capsys, code=1)
     model.unlink()
-    assert f"'{model}' cannot be read (No such file or directory)" in refused(spoilt, capsys=capsys)
+    assert f"'{model}' cannot be read (No such file or directory)" in refused(spoilt, capsys=capsys, code=1)
 
 
 def sign(run: Path, finished: dict[str, Any]) -> None:
@@ -644,7 +644,7 @@ def test_data_that_have_changed_since(tmp_path: Path, capsys: Any, monkeypatch: 
     assert "the data or the model's code have changed" in refused(tmp_path, capsys=capsys)
     monkeypatch.setitem(data.DATASETS, "tiny", data_row(lambda root: whole))
     (tmp_path / "partition.json").unlink()
-    assert "its partition.json has nothing that can be read" in refused(tmp_path, capsys=capsys)
+    assert "partition.json does not say how the data were dealt out" in refused(tmp_path, capsys=capsys, code=1)
     assert not (tmp_path / "attack.json").exists()
 
 

@@ -12,7 +12,7 @@ from shell import metrics, sandbox, settings_of, train
 from fedmpi.cli import main
 from fedmpi.compare import COLUMNS, row, table
 from fedmpi.config import Eval
-from fedmpi.errors import UserError
+from fedmpi.errors import FileError, UserError
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -127,16 +127,16 @@ def test_spoilt_files_are_refused_in_one_sentence(
     copied: Path, name: str, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (copied / name).write_text(text)
-    assert main(["compare", str(copied)]) == 2
+    assert main(["compare", str(copied)]) == 1, "damage is a fault, not the caller's mistake"
     said = capsys.readouterr()
     assert said.out == "" and said.err.count("\n") == 1
-    assert said.err.startswith(f"fedmpi: '{copied}' ") and "Traceback" not in said.err
+    assert said.err.startswith(f"fedmpi: {copied / name} ") and "Traceback" not in said.err
 
 
 def test_a_last_line_that_was_cut_off_is_refused_by_its_folder(copied: Path) -> None:
     whole = (copied / "metrics.jsonl").read_text()
     (copied / "metrics.jsonl").write_text(whole[:-20])
-    with pytest.raises(UserError, match=f"'{copied}' is no run folder that can be read"):
+    with pytest.raises(FileError, match=f"{copied / 'metrics.jsonl'} is damaged: line 5 is no round"):
         table([copied])
 
 

@@ -68,7 +68,7 @@ def test_a_checkpoint_that_cannot_be_read_for_a_moment_is_not_given_up(
 ) -> None:
     begin(tmp_path)
     with pytest.MonkeyPatch.context() as broken:
-        broken.setattr(*((File, "trouble", refuse) if what == "slice" else (Path, "read_text", refuse)))
+        broken.setattr(*((File, "trouble", refuse) if what == "slice" else (checkpoint, "load", refuse)))
         with pytest.raises(CommonError, match=r"round-2 cannot be read \(Input/output error\); nothing was changed"):
             train_alone(of(tmp_path))
     assert rounds_in(tmp_path / "checkpoints") == [2, 1] and len(metrics(tmp_path)) == 2

@@ -19,7 +19,7 @@ from shell import sandbox, settings_of, train
 
 from fedmpi.checkpoint import FREE
 from fedmpi.config import Config, Eval
-from fedmpi.errors import UserError
+from fedmpi.errors import FileError, UserError
 from fedmpi.experiments import records as low
 from fedmpi.experiments.measures import (
     best,
@@ -166,7 +166,7 @@ def test_a_round_beyond_all_that_can_be_is_damage(tmp_path: Path) -> None:
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"round": 4000000000}\n')
     assert [record["round"] for record in read_run(folder).records] == [1, 2, 3]
-    with pytest.raises(UserError, match="line 4 of metrics.jsonl is no round"):
+    with pytest.raises(FileError, match="metrics.jsonl is damaged: line 4 is no round"):
         read_run(folder, whole=True)
 
 
@@ -217,8 +217,8 @@ def test_a_run_before_its_first_round_has_no_measure(tmp_path: Path) -> None:
         ("config.yaml", "[" * 100_000, "more than 3 groups in each other"),
         ("config.yaml", "a: !!python/object/apply:os.getcwd []\n", "could not determine a constructor"),
         ("config.yaml", "a: &a [0, 0]\nb: &b [*a, *a]\n" + yaml.safe_dump(BASE), "'b' .* is no value of a knob"),
-        ("metrics.jsonl", "nonsense\n", "line 1 of metrics.jsonl is no round"),
-        ("metrics.jsonl", "{}\n[1]\n", "line 1 of metrics.jsonl is no round"),
+        ("metrics.jsonl", "nonsense\n", "line 1 is no round"),
+        ("metrics.jsonl", "{}\n[1]\n", "line 1 has no 'round'"),
     ],
 )
 def test_what_is_no_run_is_refused_in_one_sentence(tmp_path: Path, name: str, text: str | None, words: str) -> None:
@@ -227,9 +227,11 @@ def test_what_is_no_run_is_refused_in_one_sentence(tmp_path: Path, name: str, te
         (folder / name).unlink()
     else:
         (folder / name).write_text(text)
-    with pytest.raises(
-        UserError, match=rf"^'{folder}' is no run folder that can be read \(.*{words}.*\); give the --out"
-    ):
+    if text is None:
+        kind, pattern = UserError, rf"^'{folder}' is no run folder that can be read \(.*{words}.*\); give the --out"
+    else:
+        kind, pattern = FileError, rf"^{folder / name} .*{words}.*; restore it from a copy, or move it away"
+    with pytest.raises(kind, match=pattern):
         read_run(folder)
 
 
@@ -239,7 +241,7 @@ def test_a_folder_that_is_to_be_whole_may_not_be_torn(tmp_path: Path) -> None:
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"round": 3')
     assert len(read_run(folder).records) == 2
-    with pytest.raises(UserError, match="line 3 of metrics.jsonl is no round"):
+    with pytest.raises(FileError, match="metrics.jsonl is damaged: line 3 is no round"):
         read_run(folder, whole=True)
 
 
@@ -341,7 +343,7 @@ def test_a_folder_without_a_run_is_refused_by_its_name(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=rf"^'{tmp_path / name}' is no run folder .*{words}"):
             find_runs([here, tmp_path / name])
     (tmp_path / "empty" / "config.yaml").write_text("hello\n")
-    with pytest.raises(UserError, match="config.yaml holds no knobs"):
+    with pytest.raises(UserError, match="No such file or directory: .*metrics.jsonl"):
         find_runs([tmp_path / "empty"])
 
 

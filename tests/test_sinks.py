@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from shell import sandbox
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fedmpi import __version__, sinks
+from fedmpi import metrics as fedmpi_metrics
 from fedmpi.errors import UserError
 from fedmpi.log import Log, sink_names
 from fedmpi.rounds import Report
@@ -239,6 +241,7 @@ LIVE = """
 import os, shutil, signal, sys
 from pathlib import Path
 from fedmpi.log import Log, set_up, sink_names
+from fedmpi.metrics import history
 from fedmpi.rounds import Report
 
 assert sink_names("tensorboard,wandb,mlflow") == ["tensorboard", "wandb", "mlflow"]
@@ -255,7 +258,7 @@ def report(round, loss):
 
 def live(done, last, loss, tools=("wandb", "mlflow"), **config):
     config = {"seed": 0, "rounds": last, "long": "x" * 7000, **{f"k{n}": n for n in range(150)}, **config}
-    with Log(out, last, list(tools), speaks=True, done=done, config=config) as log:
+    with Log(out, last, list(tools), True, done=done, config=config, records=history(out, done)) as log:
         for round in range(done + 1, last + 1):
             log.round(report(round, loss / round))
             yield round
@@ -385,6 +388,24 @@ def test_a_failure_is_told_once(
     assert len(metrics(tmp_path)) == 4
 
 
+@pytest.mark.parametrize("how", ["removed", "a file"])
+def test_a_tensorboard_folder_that_is_removed_is_one_warning(
+    how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And no traceback of a thread, which pytest would take for a failure, too."""
+    with Log(tmp_path, 6, ["tensorboard"], speaks=True, quiet=True) as log:
+        for round in range(1, 7):
+            if round == 3:
+                shutil.rmtree(tmp_path / "tensorboard")
+                if how == "a file":
+                    (tmp_path / "tensorboard").touch()
+            log.round(Report(round, 2, (), 1.0, 0.5, 0.5, 8, SECONDS))
+    [said] = caplog.messages
+    assert said.startswith("--log tensorboard fails (") and said.endswith("; going on without it")
+    assert [one["round"] for one in metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    assert capfd.readouterr() == ("", "")
+
+
 # What is not installed
 
 BLOCKED = """
@@ -446,7 +467,7 @@ def test_nested_numbers_are_joined_by_slashes() -> None:
 def test_tensorboard_shows_layers(tmp_path: Path) -> None:
     layers = {"conv1.weight": {"agreement": 0.25, "below_tau": 0.5}}
     for done, rounds in ((0, 3), (1, 2)):  # the second life repeats round 2
-        with Log(tmp_path, 3, ["tensorboard"], speaks=True, done=done) as log:
+        with Log(tmp_path, 3, ["tensorboard"], True, done=done, records=fedmpi_metrics.history(tmp_path, done)) as log:
             for round in range(done + 1, rounds + 1):
                 log.round(Report(round, 2, (), 1.0, 0.5, 0.5, 8, SECONDS, measures={"layers": layers}))
     read = by_tensorboard(tmp_path)

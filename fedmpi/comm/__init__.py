@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 
 from ..env import Place
-from ..errors import AgreedError, UserError, unknown
+from ..errors import AgreedError, CommonError, UserError, unknown
 from .base import Comm, Rows, Update, Wait, agreed, common_trouble, tell_all
 from .node import share_node
 from .solo import SoloComm
@@ -59,6 +59,9 @@ def agree_early(place: Place, over_mpi: bool, find: Callable[[], T]) -> T:
     except UserError as error:
         comm.close()
         raise AgreedError(str(error)) from None
+    except CommonError:
+        comm.close()
+        raise
     comm.ends_mpi = False
     comm.close()
     return found

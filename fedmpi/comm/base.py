@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 from torch import Tensor
 
-from ..errors import UserError
+from ..errors import CommonError, FileError, UserError, of_path
 
 if TYPE_CHECKING:
     from .node import Node
@@ -223,18 +223,27 @@ class Comm(ABC):
 
 @contextmanager
 def agreed(comm: Comm) -> Iterator[None]:
-    """Run a block that may find a mistake on some ranks only; then every rank raises the same `UserError`, or none.
+    """Run a block that may fail on some ranks only; then every rank raises the same error, or none: a `UserError` for a
+    mistake, a `CommonError` for a file that cannot be read or written.
 
     Collective. For work before training that differs between ranks: reading data, writing the run folder.
     """
-    sentence = ""
+    failed: UserError | FileError | None = None
     try:
         yield
-    except (UserError, OSError) as error:
-        sentence = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-    common = common_trouble(comm, sentence)
+    except (UserError, FileError) as error:
+        failed = error
+    except OSError as error:
+        failed = of_path(error)
+    mark = FAULT if isinstance(failed, FileError) else ""
+    common = common_trouble(comm, "" if failed is None else f"{mark}{failed}")
+    if FAULT in common:
+        raise CommonError(common.replace(FAULT, ""))
     if common:
         raise UserError(common)
+
+
+FAULT = "\0"  # in front of a message among ranks that is no mistake: no message has it
 
 
 def common_trouble(comm: Comm, sentence: str) -> str:

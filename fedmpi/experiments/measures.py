@@ -121,9 +121,11 @@ def client_bytes(run: Run, way: str) -> float | None:
 
 
 def bytes_per_client(run: Run, way: str) -> float | None:
-    """The same per client and round: over the clients that took part in the rounds that were counted."""
+    """The same per client and round: over the clients that delivered in the rounds that were counted; those that were
+    left out have downloaded, too."""
     sent, taken = run.series(f"client_bytes_{way}"), run.series("clients")
-    clients = sum(taken.get(number, 0.0) for number in sent)
+    left_out = run.series("dropped") if way == "down" else {}
+    clients = sum(taken.get(number, 0.0) + left_out.get(number, 0.0) for number in sent)
     return sum(sent.values()) / clients if clients else None
 
 

@@ -14,14 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ..config import FREE
 from ..errors import UserError
 from ..folder import CONFIG, FINISHED, METRICS, read_json
-from .records import DEFAULTS, SIDES, flat, read_goal, read_record, tree_of
+from ..metrics import SIDES, read_lines
+from ..schema import Damaged, Dealt, Finished, read, read_yaml
+from .records import DEFAULTS, flat, read_goal
 
 SWEEP, PARTITION = "sweep.json", "partition.json"
+MOST_PARTITION = 1 << 26  # bytes of a partition.json, which has a number for each of 10,000 clients and each class
 
 IDLE = (*FREE, "threads", "device", "deterministic", "min_clients", "eval.batch")
 """knobs, and the beginnings of groups of them, that do not change what is learnt and measured, but for the last bits"""
@@ -131,28 +132,37 @@ def look_up(record: dict[str, Any], path: Iterable[str]) -> Any:
 
 
 def read_run(folder: Path, whole: bool = False) -> Run:
-    """The run in a folder; a `UserError` for what is none, or, if it is to be `whole`, has lines that are no rounds."""
-    try:
-        config = flat(tree_of((folder / CONFIG).read_text(encoding="utf-8")))
-        lines = (folder / METRICS).read_bytes().splitlines(keepends=True)
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise no_run(folder, error) from None
+    """The run in a folder; a `UserError` for what is none, `Damaged` for one with files that no run writes, or, if it
+    is to be `whole`, with lines that are no rounds."""
+    for name in (CONFIG, METRICS):
+        if not os.path.lexists(folder / name):
+            raise no_run(folder, f"No such file or directory: '{folder / name}'")
+    config = read_config(folder)
+    lines = list(read_lines(folder))
     most = max(config["rounds"], len(lines))  # a larger number is damage, and to draw up to it may take all memory
-    found = [record if (record := read_record(line)) and record["round"] <= most else None for line in lines]
-    records = {record["round"]: record for record in found if record is not None}  # the last of a round counts
-    spoilt = [number for number, record in enumerate(found, 1) if record is None]
-    torn = bool(lines) and not lines[-1].endswith(b"\n")  # while its last round was written: a run even so
+    sound = [line.record for line in lines if line.record is not None and line.record["round"] <= most]
+    records = {record["round"]: record for record in sound}  # the last of a round counts
+    spoilt = [line for line in lines if line.record is None or line.record["round"] > most]
+    torn = bool(lines) and lines[-1].torn  # while its last round was written: a run even so
     if spoilt and (whole or not (records or torn)):
-        raise no_run(folder, ValueError(f"line {spoilt[0]} of {METRICS} is no round"))
-    metric, rises = read_goal(read_json(folder / PARTITION).get("objective"), list(records.values()))
+        raise Damaged(folder / METRICS, f"is damaged: line {spoilt[0].number} {spoilt[0].wrong or 'is no round'}")
+    dealt, finished = read(folder / PARTITION, Dealt, MOST_PARTITION) or {}, read(folder / FINISHED, Finished)
+    metric, rises = read_goal(dealt.get("objective"), list(records.values()))
     by_round = [records[number] for number in sorted(records)]
-    return Run(folder, config, by_round, metric, rises, read_json(folder / FINISHED), labels_of(folder))
+    return Run(folder, config, by_round, metric, rises, dict(finished or {}), labels_of(folder))
 
 
-def no_run(folder: Path, why: Exception) -> UserError:
+def read_config(folder: Path) -> dict[str, Any]:
+    """The configuration of the run in a folder, by dotted knobs."""
+    try:
+        return flat(read_yaml(folder / CONFIG))
+    except ValueError as error:
+        raise Damaged(folder / CONFIG, f"is no configuration of a run ({error})") from None
+
+
+def no_run(folder: Path, why: str) -> UserError:
     """The error for a folder that is no run's."""
-    text = " ".join(str(why).split())
-    return UserError(f"'{folder}' is no run folder that can be read ({text}); give the --out of a training run")
+    return UserError(f"'{folder}' is no run folder that can be read ({why}); give the --out of a training run")
 
 
 def labels_of(folder: Path) -> dict[str, str]:
@@ -169,8 +179,8 @@ def find_runs(paths: list[Path]) -> list[Run]:
     found: dict[Path, Path] = {}
     for path in paths:
         folders = folders_in(path)
-        if not folders and not (path / CONFIG).exists():
-            raise no_run(path, ValueError("nor is there one below it"))
+        if not folders and not os.path.lexists(path / CONFIG):
+            raise no_run(path, "nor is there one below it")
         for folder in folders or [path]:  # the latter to be told what is amiss with it
             found.setdefault(folder.resolve(), folder)
     return [read_run(folder) for folder in found.values()]
@@ -185,7 +195,7 @@ def folders_in(path: Path) -> list[Path]:
     try:
         shown = [one for one in path.iterdir() if one.is_dir() and not one.name.startswith(".")]
     except OSError as error:
-        raise no_run(path, error) from None
+        raise no_run(path, str(error)) from None
     inside = [one for one in shown if not one.is_symlink() or is_run(one)]  # links to folders above would never end
     return [folder for one in sorted(inside, key=natural) for folder in folders_in(one)]
 

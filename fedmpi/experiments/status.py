@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -218,7 +218,7 @@ def end_processes(home: Path) -> list[str]:
     return said
 
 
-def here(owner: dict[str, Any]) -> bool:
+def here(owner: Mapping[str, Any]) -> bool:
     """Whether a process is on this machine."""
     return owner.get("host") == socket.gethostname() and isinstance(owner.get("pid"), int)
 

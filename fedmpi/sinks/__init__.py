@@ -16,8 +16,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import UserError
-from ..folder import reason
+from ..errors import UserError, reason
 from ..plugins import one_line
 from .base import About, Sink, Tool, missing
 from .mlflow import Mlflow

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 from .. import __version__
 from ..config import FREE
-from ..errors import UserError
-from ..folder import read_json, reason, write
+from ..errors import UserError, reason
+from ..folder import read_json, write
 
 ID = "fedmpi.json"  # in a tool's folder: who the run is there
 

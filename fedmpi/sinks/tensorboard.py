@@ -2,34 +2,62 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import time
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
-from .base import About, scalars
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+from .base import About, imported, scalars
 
 
 class TensorBoard:
     """Every number as a scalar. What earlier lives have written stays in their files, hidden: a life begins with all
-    rounds before it, as nobody knows which of them were written, whole, and with the knobs that counted in the end."""
+    rounds before it, as nobody knows which of them were written, whole, and with the knobs that counted in the end.
+
+    The events are written here and not by the SummaryWriter of torch: its thread prints a traceback when the folder is
+    gone, and every round is flushed anyway."""
 
     def __init__(self, about: About) -> None:
         self.folder, self.last = about.folder / "tensorboard", 0
 
     @cached_property
-    def writer(self) -> SummaryWriter:
+    def events(self) -> Events:
         """What writes, made when it is first used: importing it takes time, and nothing needs it before a round."""
-        from torch.utils.tensorboard import SummaryWriter
-
-        return SummaryWriter(str(self.folder), purge_step=1)
+        return Events(self.folder)
 
     def write(self, record: dict[str, Any]) -> None:
-        for tag, number in scalars(record):
-            self.writer.add_scalar(tag, number, record["round"])
-        self.writer.flush()  # by itself every two minutes, which a kill may come before
+        self.events.add(dict(scalars(record)), record["round"])
 
     def close(self, how: str) -> None:
-        if "writer" in vars(self):
-            self.writer.close()
+        if "events" in vars(self):
+            self.events.file.close()
+
+
+class Events:
+    """One file of events, which begins with the word that all rounds in older files are void."""
+
+    def __init__(self, folder: Path) -> None:
+        self.proto = imported("tensorboard", "tensorboard.compat.proto.event_pb2")
+        self.summary = imported("tensorboard", "tensorboard.compat.proto.summary_pb2")
+        writer = imported("tensorboard", "tensorboard.summary.writer.record_writer")
+        folder.mkdir(exist_ok=True)
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{time.time_ns()}"
+        self.path = folder / name
+        self.file: BinaryIO = open(self.path, "xb")
+        self.records = writer.RecordWriter(self.file)
+        start = self.proto.SessionLog(status=self.proto.SessionLog.START)
+        self.put(file_version="brain.Event:2")
+        self.put(step=1, session_log=start)
+
+    def add(self, numbers: dict[str, float], step: int) -> None:
+        """Write a round's numbers."""
+        os.stat(self.path)  # a folder that somebody removed would go unnoticed
+        values = [self.summary.Summary.Value(tag=tag, simple_value=number) for tag, number in numbers.items()]
+        self.put(step=step, summary=self.summary.Summary(value=values))
+        self.records.flush()
+
+    def put(self, **content: Any) -> None:
+        """Write one event."""
+        self.records.write(self.proto.Event(wall_time=time.time(), **content).SerializeToString())

@@ -27,9 +27,9 @@ from ...cohort import draw
 from ...config import check_bounds, knob
 from ...data import Ints
 from ...env import Place, available_cores
-from ...errors import UserError, unknown
+from ...errors import UserError, reason, unknown
 from ...folder import ATTACK as ATTACK
-from ...folder import reason, write
+from ...folder import write
 from ...log import set_up
 from ...options import filled, make_parser
 from ...run import NOTHING, Given, settle

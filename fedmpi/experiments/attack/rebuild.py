@@ -8,7 +8,6 @@ on the test set.
 from __future__ import annotations
 
 import copy
-import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -19,18 +18,20 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from ...checkpoint import digest
 from ...config import Config
 from ...data import DATASETS, Data, Ints, Partition
-from ...errors import UserError
+from ...errors import FileError, UserError, reason
 from ...feed import Pair, make_feed
-from ...folder import FINISHED, MODEL, read_json, reason
+from ...folder import FINISHED, MODEL
 from ...models import MODELS, find_model, make_model
 from ...options import from_values
 from ...plugins import one_line
 from ...run import USUAL, Given, few_samples, load_data, try_model
+from ...schema import Damaged, Dealt, opened, read
 from ...seeds import torch_seed
 from ...task import choose_tests
-from ..runs import PARTITION, Run
+from ..runs import MOST_PARTITION, PARTITION, Run
 
 NEAR = 1e-3  # relative: another machine rounds otherwise
 AGAIN = "; train it again, or put back what it had"
@@ -105,27 +106,31 @@ def check_names(run: Run, cfg: Config, given: Given) -> None:
 
 
 def read_weights(run: Run) -> dict[str, Tensor]:
-    """The tensors of a run's model by name; a `UserError` where they are not those that the run has written."""
+    """The tensors of a run's model by name; a `FileError` where they are not those that the run has written."""
     path = run.folder / MODEL
     try:
-        raw = path.read_bytes()
-        if hashlib.sha256(raw).hexdigest() != run.finished.get("model_sha256"):
-            raise UserError(f"'{path}' is not the file that the run has written: its SHA-256 is another{AGAIN}")
-        return safetensors.torch.load(raw)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"'{path}' cannot be read ({reason(error)}){AGAIN}") from None
+        with opened(path), safetensors.safe_open(path, "pt"):  # what is no model is not read in full
+            pass
+        if digest(path) != run.finished.get("model_sha256"):
+            raise FileError(f"'{path}' is not the file that the run has written: its SHA-256 is another{AGAIN}")
+        return safetensors.torch.load_file(path)
+    except (OSError, SafetensorError, Damaged) as error:
+        raise FileError(f"'{path}' cannot be read ({reason(error)}){AGAIN}") from None
 
 
 def check_partition(run: Run, data: Data, partition: Partition) -> None:
     """Refuse data that deal otherwise to the clients than they did in the run."""
     labels = data.class_labels(needed=False)
     y, kinds = (np.zeros(data.samples, dtype=np.int64), 1) if labels is None else (labels, data.kinds)
-    told, found = read_json(run.folder / PARTITION), partition.manifest(y, kinds)
+    told = dict(read(run.folder / PARTITION, Dealt, MOST_PARTITION) or {})
+    found = partition.manifest(y, kinds)
+    if not told:
+        raise Damaged(run.folder / PARTITION, "does not say how the data were dealt out")
     other = [name for name in found if name in told and told[name] != found[name]]
-    if other or not told:
-        what = f"another {', '.join(other)}" if told else "nothing that can be read"
+    if other:
         raise UserError(
-            f"the data '{data.name}' are not those of the run in '{run.folder}': its {PARTITION} has {what}{AGAIN}"
+            f"the data '{data.name}' are not those of the run in '{run.folder}': its {PARTITION} has another "
+            f"{', '.join(other)}{AGAIN}"
         )
 
 

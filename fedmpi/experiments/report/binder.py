@@ -11,8 +11,8 @@ import os
 from pathlib import Path
 
 from ... import __version__
-from ...errors import UserError
-from ...folder import make, read_json, reason, write
+from ...errors import UserError, reason
+from ...folder import check_writable, make, read_json, write
 
 LIST, PAGE = "report.json", "index.html"
 FOLDERS = ("figures", "tables")
@@ -28,6 +28,7 @@ def check_place(out: Path) -> None:
         there = files_in(out) if out.exists() else set()
     except OSError as error:
         raise UserError(f"--out {out} cannot be read ({reason(error)}); choose another folder") from None
+    check_writable(out)
     foreign = sorted(there - listed(out) - {LIST, f".{LIST}"})
     if foreign:
         raise UserError(f"--out {out} holds '{foreign[0]}', which is no part of a report; choose another folder")

@@ -20,8 +20,9 @@ from typing import Any
 from ... import __version__
 from ...config import check_bounds, knob
 from ...errors import UserError, unknown
-from ...folder import STARTS, lines_of, read_json
+from ...folder import STARTS, read_json
 from ...options import filled, make_parser
+from ...schema import Environment, Start, read, records
 from ..runs import SWEEP, Group, Run, find_runs, group, pairing, read_sweep_record
 from ..sweep.pick import CHOSEN
 from ..tables import FORMS
@@ -240,14 +241,14 @@ def facts(runs: Sequence[Run], groups: Sequence[Group]) -> list[tuple[str, str]]
     """What was run, when and with what."""
     seeds = sorted({run.seed for run in runs})
     done = sum(run.done for run in runs)
-    environments = [read_json(run.folder / "environment.json") for run in runs]
-    versions = [found["versions"] for found in environments if isinstance(found.get("versions"), dict)]
+    environments = [read(run.folder / "environment.json", Environment) or {} for run in runs]
+    versions = [found["versions"] for found in environments if "versions" in found]
     software = [
         f"{name} {', '.join(used)}"
         for name in ("fedmpi", "python", "torch")
         if (used := sorted({str(one[name]) for one in versions if one.get(name)}))
     ]
-    ranks = sorted({found["size"] for found in environments if isinstance(found.get("size"), int)})
+    ranks = sorted({found["size"] for found in environments if "size" in found})
     told = [
         ("Runs", f"{many(len(runs), 'run')} in {many(len(groups), 'group')}, {done} done"),
         ("Seeds", ", ".join(map(str, seeds)) if len(seeds) <= 12 else f"{len(seeds)}: {seeds[0]} to {seeds[-1]}"),
@@ -268,7 +269,7 @@ def listed(runs: Sequence[Run], name: str) -> str:
 
 def dates(runs: Sequence[Run]) -> str:
     """The days on which runs were started, by universal time."""
-    times = [start.get("time") for run in runs for start in lines_of(run.folder / STARTS)]
+    times = [start.get("time") for run in runs for start in records(run.folder / STARTS, Start)]
     days = sorted(
         {
             datetime.fromtimestamp(time, timezone.utc).date().isoformat()

@@ -17,15 +17,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ... import folder
 from ...config import Config, knobs
-from ...errors import UserError
+from ...errors import FileError, UserError
 from ...folder import CONFIG, FINISHED, read_json
 from ...options import from_values
-from ..records import flat, tree_of
-from ..runs import IDLE, SWEEP, word
+from ..runs import IDLE, SWEEP, read_config, word
 from .grid import Point, Sweep, points
 from .pick import GIVEN_UP
 from .reference import LATER, make_reference, read_reference, write_reference
@@ -133,8 +130,8 @@ def checked(point: Point, run: Path, local: bool, parsed: dict[str, Config], thr
 def begun_with(run: Path) -> int | None:
     """Return the threads per rank that a run has begun with; None if it has not."""
     try:
-        threads = tree_of((run / CONFIG).read_text(encoding="utf-8")).get("threads")
-    except (OSError, ValueError, AttributeError, yaml.YAMLError):
+        threads = read_config(run).get("threads")
+    except FileError:
         return None
     return threads if isinstance(threads, int) else None
 
@@ -145,6 +142,7 @@ def check_home(home: Path, sweep: Sweep) -> None:
         files = [one.name for one in home.iterdir()] if home.exists() else []
     except OSError as error:
         raise UserError(f"--out {home} cannot be read ({error.strerror}); choose another folder") from None
+    folder.check_writable(home)
     if SWEEP not in files and any(not name.startswith(f".{SWEEP}") for name in files):
         raise UserError(f"--out {home} holds files that are no sweep; choose another folder")
     before = read_json(home / SWEEP).get("axes") or {}
@@ -158,11 +156,11 @@ def check_home(home: Path, sweep: Sweep) -> None:
 def same_as_before(run: Path, cfg: Config) -> None:
     """Refuse a run that is there already with other knobs: the file may have changed since."""
     try:
-        before = flat(yaml.safe_load((run / CONFIG).read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        return
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"{run} holds no run that can be read ({' '.join(str(error).split())}); remove it") from None
+        if not os.path.lexists(run / CONFIG):
+            return
+        before = read_config(run)
+    except FileError as error:
+        raise UserError(f"{run} holds no run that can be read ({error}); remove it") from None
     now = {k: v for k, v in knobs(cfg).items() if not dataclasses.is_dataclass(v) and not k.startswith(IDLE)}
     later = [name for name in LATER if now.get(name) is None]
     odd = [name for name, value in now.items() if name in before and name not in later and before[name] != value]

@@ -15,12 +15,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TextIO
 
-import yaml
-
-from ...errors import silence
+from ...errors import FileError, silence
 from ...folder import CONFIG, read_json
 from ...jobs import JOB, duration, progress, states_of
-from ..records import flat, tree_of
+from ...schema import read_yaml
+from ..records import flat
 from ..runs import pairing
 from .crew import last_words
 from .orders import CONFIGS, LOGS
@@ -73,7 +72,10 @@ def row_of(run: Path, state: str, why: str) -> Row:
     label, threads = pairing({}, config, taus=True) if config else "", config.get("threads")
     if not (run / CONFIG).exists() and not (run / JOB).exists():
         return Row(run.name, state, why, label=label, threads=threads)
-    seen = progress(run, state)
+    try:
+        seen = progress(run, state)
+    except FileError as error:
+        return Row(run.name, "failed", str(error), label=label, threads=threads)
     rate, rounds = seen["rounds_a_minute"], seen["rounds"]
     minutes = rounds / rate if rate and rounds else None
     score = (seen["metric"], seen["value"])
@@ -83,8 +85,8 @@ def row_of(run: Path, state: str, why: str) -> Row:
 def config_of(run: Path) -> dict[str, Any]:
     """Return the knobs of a run, or those that its sweep will start it with; empty if neither can be read."""
     for file in (run / CONFIG, run.parent / CONFIGS / f"{run.name}.yaml"):
-        with suppress(OSError, ValueError, yaml.YAMLError):
-            return flat(tree_of(file.read_text(encoding="utf-8")))
+        with suppress(FileError, ValueError):
+            return flat(read_yaml(file))
     return {}
 
 

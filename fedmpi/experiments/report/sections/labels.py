@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from ....data import Ints
-from ....folder import read_json
-from ...runs import PARTITION, Run, word
+from ....schema import Dealt, read
+from ...runs import MOST_PARTITION, PARTITION, Run, word
 from ..figures import heat
 from ..figures.style import Picture
 from ..page import Absent, Part, Section
@@ -22,7 +22,7 @@ def section(material: Material) -> Section:
     """A picture for each way in which data were dealt out, of its first seed."""
     splits: dict[str, tuple[Run, dict[str, Any]]] = {}
     for run in material.runs:
-        told = read_json(run.folder / PARTITION)
+        told = dict(read(run.folder / PARTITION, Dealt, MOST_PARTITION) or {})
         kind = {key: told.get(key) for key in ("data", "split", "skew", "clients")}
         if told:
             splits.setdefault(json.dumps(kind, sort_keys=True, default=str), (run, told))

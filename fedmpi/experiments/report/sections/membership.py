@@ -7,7 +7,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from ....folder import read_json
+from ....schema import Attack, read
 from ...attack.command import ATTACK
 from ...runs import Group, look_up
 from ...stats import summarise, wilson
@@ -40,7 +40,7 @@ SHARED = (
 
 def section(material: Material) -> Section:
     """How well the attackers did, for each group."""
-    found = {run.folder: read_json(run.folder / ATTACK) for run in material.runs}
+    found: Attacks = {run.folder: dict(read(run.folder / ATTACK, Attack) or {}) for run in material.runs}
     shown = [
         group
         for group in material.groups
