@@ -121,9 +121,10 @@ def real_name(given: str) -> str | None:
     return names().get(squeezed(given))
 
 
-def advice(given: str, roughly: bool = False) -> str | None:
-    """What to write instead of a name that is no option, where other tools have it, or `roughly` have it."""
-    dashes, name = "--" * given.startswith("--"), squeezed(given)
+def advice(given: str, dashes: str, roughly: bool = False) -> str | None:
+    """What to write instead of a name that is no option, where other tools have it, or `roughly` have it; with these
+    `dashes` in front."""
+    name = squeezed(given)
     own = name.rpartition(".")[2]
     hints = {squeezed(known): hint for known, hint in HINTS.items()}
     real = names().get(name) or names().get(own)

@@ -68,7 +68,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if command == "help":
             return main([*rest, "--help"])
         if command not in COMMANDS:
-            raise unknown("command", command, COMMANDS)
+            if command.startswith("-"):
+                raise UserError(f"'{command}' comes before a command; write 'fedmpi train {command} ...'")
+            near = "train" if command in ("run", "fit", "start", "simulate") else None
+            raise unknown("command", command, COMMANDS, near=near)
         return COMMANDS[command](rest)
     except UserError as error:
         complain(str(error))

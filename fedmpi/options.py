@@ -296,7 +296,8 @@ def unknown_option(given: str, known: Iterable[str], where: str = "", command: s
     near = next((k for k in known if k.startswith(given)), None) or nearest(given, known)
     hints = [f"did you mean '{near}'?" if near else None, f"'{command} --help' lists what there is"]
     if command == "fedmpi train":
-        hints = [advice(given), hints[0], advice(given, roughly=True), hints[1]]
+        dashes = "" if where else "--"
+        hints = [advice(given, dashes), hints[0], advice(given, dashes, roughly=True), hints[1]]
     return f"unknown option '{given}'{where}; {next(hint for hint in hints if hint)}"
 
 

@@ -35,11 +35,13 @@ printf '\n'
 cat <<END
 
 The runs are in $out/mean and $out/gma. What next, in $root:
-  source .venv/bin/activate                                  # then 'fedmpi' is a command
-  fedmpi report $out/mean $out/gma --out report    # curves and tables: open report/index.html
-  fedmpi train --algorithm fedavg --data glyphs --rounds 50  # a run of your own; 'fedmpi help train' lists every option
-  fedmpi doctor                                              # what this machine has, and what it lacks
-  docs/own-data.md                                           # your own data and model, and fedmpi.train in Python
-  docs/tutorial.md                                           # from a first run to a sweep and a report
-  bash launch/test.sh                                        # every test (installs what testing needs)
+
+  source .venv/bin/activate                       # then 'fedmpi' is a command
+  fedmpi compare $out/*             # the table again
+  fedmpi report $out --out report   # curves and tables: open report/index.html
+  fedmpi train --data glyphs --rounds 50          # a run of your own; 'fedmpi help train' lists every option
+  fedmpi doctor                                   # what this machine has, and what it lacks
+  bash launch/test.sh                             # every test; installs what testing needs
+
+docs/own-data.md: your own data and model, and fedmpi.train in Python. docs/tutorial.md: sweeps and reports.
 END

@@ -79,6 +79,29 @@ def test_an_unknown_command_is_told_its_neighbour(capsys: pytest.CaptureFixture[
     )
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("run --data mnist", "unknown command 'run'; did you mean 'train'? known: "),
+        ("--data mnist", "'--data' comes before a command; write 'fedmpi train --data ...'"),
+        ("help nonsense", "unknown command 'nonsense'; known: "),
+        ("train rounds=3", "unknown option 'rounds'; did you mean '--rounds'?"),
+        ("train -lr 3", "unknown option '-lr'; did you mean '--local.lr'?"),
+        ("train --data mine.py", "data set 'mine.py' is a file; write module:function, such as mine:make"),
+    ],
+)
+def test_what_a_newcomer_types_gets_an_answer(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(capsys, *words.split()).startswith(said)
+
+
+def test_help_for_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help"]) == 0 and "commands:" in capsys.readouterr().out
+    assert main(["help", "compare"]) == 0 and capsys.readouterr().out.startswith("usage: fedmpi compare")
+    with pytest.raises(SystemExit) as left:
+        main(["help", "train"])
+    assert left.value.code == 0 and capsys.readouterr().out.startswith("usage: fedmpi train")
+
+
 @pytest.fixture
 def told(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
     """What `fedmpi train --help` says of each option."""

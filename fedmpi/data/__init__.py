@@ -17,7 +17,7 @@ from fedmpi.data.looks import dress
 from fedmpi.data.own import Data, Datasets, as_data, load_own
 from fedmpi.data.splits import SPLITS, Ints, Partition, split
 from fedmpi.data.store import Source
-from fedmpi.errors import unknown
+from fedmpi.errors import UserError, unknown
 
 __all__ = [
     "DATASETS",
@@ -80,6 +80,8 @@ DATASETS: dict[str, DataRow] = {
 
 def find_data(name: str) -> DataRow:
     """The row of that name."""
+    if name.endswith(".py"):
+        raise UserError(f"data set '{name}' is a file; write module:function, such as {Path(name).stem}:make")
     if name not in DATASETS:
         raise unknown("data set", name, DATASETS, own=True)
     return DATASETS[name]
