@@ -318,7 +318,7 @@ def test_bare_functions_and_records_will_do() -> None:
 @pytest.mark.parametrize(
     ("words", "header"),
     [
-        ("--local.rule mine:slow", "client mine:slow lr 0.01, server sgd lr 1;"),
+        ("--local.rule mine:slow", "client mine:slow lr 0.01, server sgd lr 1\n"),
         ("--mask mine:half", "fedavg with mask mine:half (tau 0.4): client sgd"),
         ("--mask mine:steady", "fedavg with mask mine:steady (tau 0.4): client sgd"),
         ("--server.rule mine:backwards", "server mine:backwards lr 1"),
