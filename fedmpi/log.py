@@ -145,8 +145,8 @@ def line(report: Report, rounds: int, styles: Mapping[str, str] = PLAIN, hidden:
 def phases(report: Report, several: bool, styles: Mapping[str, str] = PLAIN) -> str:
     """The seconds of a round by phase, without a meta step or an evaluation that did not take place; one rank also has
     nobody to wait for and to send to."""
-    optional = ("meta", "eval") if several else ("meta", "eval", "wait", "reduce", "gather")
-    found = [f"{k} {duration(v)}" for k, v in report.seconds.items() if k not in optional or v >= 0.005]
+    least = {"meta": 1e-9, "eval": 1e-9} | ({} if several else dict.fromkeys(("wait", "reduce", "gather"), 0.005))
+    found = [f"{k} {duration(v)}" for k, v in report.seconds.items() if v >= least.get(k, 0)]
     return styled("    " + "  ".join(found), styles.get("time", ""))
 
 

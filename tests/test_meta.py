@@ -247,7 +247,7 @@ def test_the_held_out_set_is_written_with_the_partition(tmp_path: Path, capsys: 
         sha = hashlib.sha256(b"".join(int(i).to_bytes(8, "little") for i in meta)).hexdigest()
         assert written["meta"] == {"seed": 4, "sha256": sha, "histogram": [15, 15, 0], "shared": shared}
         assert sum(map(sum, written["histogram"])) == 170
-        assert said in capsys.readouterr().out.splitlines()[1]
+        assert said in capsys.readouterr().out.replace("\n    ", " ").splitlines()[2]
     train(settings_of(tmp_path / "plain"))
     assert "meta" not in json.loads((tmp_path / "plain" / "partition.json").read_text())
     assert "held out" not in capsys.readouterr().out
@@ -280,10 +280,10 @@ def test_what_the_meta_set_is_made_of_steers_the_model(tmp_path: Path) -> None:
 def test_a_meta_step_is_timed_and_shown_and_other_runs_do_not_mention_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train(config("fedmeta", tmp_path / "a"))
+    train(replace(config("fedmeta", tmp_path / "a"), verbose=True))
     assert "  meta " in capsys.readouterr().out
     assert all(r["seconds"]["meta"] > 0 for r in metrics(tmp_path / "a"))
-    train(settings_of(tmp_path / "b"))
+    train(settings_of(tmp_path / "b", verbose=True))
     assert "  meta " not in capsys.readouterr().out
     assert all(r["seconds"]["meta"] == 0 for r in metrics(tmp_path / "b"))
 
