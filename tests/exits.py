@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+BUSY = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): pass"
 REPO = Path(__file__).parent.parent
 LAUNCHERS = {
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"],
@@ -33,7 +34,7 @@ def main() -> int:
     command = [*LAUNCHERS[asked.launcher], asked.script]
     environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
     codes: Counter[int] = Counter()
-    load = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(asked.busy)]
+    load = [subprocess.Popen([sys.executable, "-c", BUSY, str(os.getpid())]) for _ in range(asked.busy)]
     began = time.monotonic()
     try:
         for number in range(1, asked.runs + 1):
