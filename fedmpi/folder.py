@@ -52,7 +52,8 @@ def check(out: Path) -> None:
         if out.exists() and not (out / CONFIG).exists() and any(one.name not in BEGINNINGS for one in out.iterdir()):
             raise UserError(f"--out {out} holds files that are no run of fedmpi; choose another folder")
     except OSError as error:
-        raise UserError(f"--out {short_path(str(out))} cannot be read ({error.strerror}); choose another") from None
+        name = short_path(str(out))
+        raise UserError(f"--out {name} cannot be read ({error.strerror}); choose another folder") from None
     check_writable(out)
 
 

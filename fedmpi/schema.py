@@ -220,7 +220,7 @@ class Control(TypedDict, total=False):
 class Attack(Control, total=False):
     """attack.json"""
 
-    judged: Count
+    judged: Count | None
     control: Control | None
 
 

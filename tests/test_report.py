@@ -28,7 +28,7 @@ from shell import sandbox, settings_of, train
 
 from fedmpi.cli import main
 from fedmpi.config import Skew
-from fedmpi.errors import UserError
+from fedmpi.errors import FileError, UserError
 from fedmpi.experiments.report import binder
 from fedmpi.experiments.report.arrange import MOST_LINES, Placed, arrange, by_panel
 from fedmpi.experiments.report.command import Asked, chosen_cells, contents, gathered, targets
@@ -891,7 +891,7 @@ def test_attacks_are_shown_where_they_were_made(two: Path) -> None:
 
 
 def test_an_attack_that_does_not_tell_its_samples_has_no_interval(two: Path) -> None:
-    for judged in (None, 0, "many", 100):
+    for judged in (None, 0, 100):
         for folder in two.glob("gma*"):
             found = {"judged": judged, "loss": {"accuracy": 7.0 if judged == 100 else 0.5}}
             (folder / "attack.json").write_text(json.dumps(found))
@@ -900,10 +900,16 @@ def test_an_attack_that_does_not_tell_its_samples_has_no_interval(two: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", '{"logistic": 3}', '{"logistic": {"accuracy": "x"}}', '{"loss": {"accuracy": NaN}}']
+    "text", ["", "[]", '{"logistic": 3}', '{"logistic": {"accuracy": "x"}}', '{"judged": "many", "loss": {}}']
 )
-def test_attacks_that_cannot_be_read_count_for_none(text: str, two: Path) -> None:
+def test_an_attack_that_cannot_be_read_is_a_fault(text: str, two: Path) -> None:
     (next(two.glob("gma*")) / "attack.json").write_text(text)
+    with pytest.raises(FileError, match="attack.json (has|is) .*; restore it from a copy, or move it away"):
+        membership.section(material_of(two))
+
+
+def test_an_attack_that_found_no_number_counts_for_none(two: Path) -> None:
+    (next(two.glob("gma*")) / "attack.json").write_text('{"loss": {"accuracy": NaN}}')
     assert "No run was attacked" in absent(membership.section(material_of(two)))
 
 

@@ -401,7 +401,7 @@ def test_a_tensorboard_folder_that_is_removed_is_one_warning(
                     (tmp_path / "tensorboard").touch()
             log.round(Report(round, 2, (), 1.0, 0.5, 0.5, 8, SECONDS))
     [said] = caplog.messages
-    assert said.startswith("--log tensorboard fails (") and said.endswith("; going on without it")
+    assert said.startswith("--log_to tensorboard fails (") and said.endswith("; going on without it")
     assert [one["round"] for one in metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
     assert capfd.readouterr() == ("", "")
 

@@ -7,7 +7,7 @@ import socket
 import time
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from .base import About, imported, scalars
 
@@ -28,7 +28,11 @@ class TensorBoard:
         return Events(self.folder)
 
     def write(self, record: dict[str, Any]) -> None:
-        self.events.add(dict(scalars(record)), record["round"])
+        try:
+            self.events.add(dict(scalars(record)), record["round"])
+        except OSError:
+            self.close("failed")
+            raise
 
     def close(self, how: str) -> None:
         if "events" in vars(self):
@@ -45,7 +49,7 @@ class Events:
         folder.mkdir(exist_ok=True)
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{time.time_ns()}"
         self.path = folder / name
-        self.file: BinaryIO = open(self.path, "xb")
+        self.file = open(self.path, "xb", buffering=0)
         self.records = writer.RecordWriter(self.file)
         start = self.proto.SessionLog(status=self.proto.SessionLog.START)
         self.put(file_version="brain.Event:2")
@@ -56,7 +60,6 @@ class Events:
         os.stat(self.path)  # a folder that somebody removed would go unnoticed
         values = [self.summary.Summary.Value(tag=tag, simple_value=number) for tag, number in numbers.items()]
         self.put(step=step, summary=self.summary.Summary(value=values))
-        self.records.flush()
 
     def put(self, **content: Any) -> None:
         """Write one event."""
