@@ -20,7 +20,8 @@ from .experiments.measures import (
     total_bytes,
 )
 from .experiments.runs import pairing, read_run
-from .experiments.tables import Table, amount, lines
+from .experiments.tables import Table, lines
+from .text import amount
 
 COLUMNS = (
     "run",

@@ -31,7 +31,6 @@ from .comm.node import Node
 from .config import Config
 from .data import Arrays, Data, Partition
 from .errors import UserError
-from .experiments.tables import amount
 from .flat import Layout
 from .heap import keep_freed
 from .ledger import Ledger
@@ -43,6 +42,7 @@ from .run import Prepared, header, load_data, make_task, plan_of, prepare
 from .server import ServerRule
 from .tally import Tally
 from .task import Task, Trained
+from .text import amount
 from .wire import Wire
 
 META = torch.device("meta")

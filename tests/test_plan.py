@@ -19,10 +19,10 @@ from fedmpi.cli import main
 from fedmpi.comm import Comm, share_node
 from fedmpi.config import Config
 from fedmpi.env import Place
-from fedmpi.experiments.tables import amount
 from fedmpi.options import parse
 from fedmpi.plan import nodes_of
 from fedmpi.run import prepare, run
+from fedmpi.text import amount
 
 TINY = ["--data", "tiny", "--split", "iid", "--model", "test_plan:plain", "--log_to", "none", "--local.batch", "10"]
 TINY += ["--clients", "12", "--cohort", "5", "--rounds", "2", "--seed", "3", "--checkpoint.keep", "0"]

@@ -263,12 +263,3 @@ def markdown(text: str) -> str:
 def one_line(text: str) -> str:
     """Text without line breaks and other characters that cannot be seen."""
     return "".join(c if c.isprintable() else " " for c in text)
-
-
-def amount(count: float) -> str:
-    """Bytes for people."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 999.5:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
