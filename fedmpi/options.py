@@ -40,9 +40,9 @@ other tools are understood, such as --lr for --local.lr and --batch-size for --l
 def parse(arguments: list[str]) -> Config:
     """The configuration of a command line: YAML files first, then the options in their order."""
     arguments = real_options(arguments)
-    helps = any(word.startswith(("-h", "--h", "--print")) for word in arguments)
-    parser = make_parser("fedmpi train", ABOUT, Config, helps)
-    if helps:
+    helps, prints = (any(word.startswith(start) for word in arguments) for start in (("-h", "--h"), "--print"))
+    parser = make_parser("fedmpi train", ABOUT, Config, helps or prints)
+    if helps:  # not in what is printed: the number of ranks is no part of a configuration
         parser.add_class_arguments(Launch, as_group=False)
     check_renaming(arguments)
     for before, word in zip(["", *arguments], arguments, strict=False):

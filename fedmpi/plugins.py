@@ -108,8 +108,9 @@ def raised(error: BaseException) -> str:
 
 
 def inside_a_package(path: str) -> bool:
-    """Say whether a source file belongs to fedmpi or to an installed package, and so not to a user's own code."""
-    return "site-packages" in path or os.path.dirname(__file__) in path or path.startswith("<")
+    """Say whether a source file belongs to fedmpi, Python or an installed package, and so not to a user's own code."""
+    installed = ("site-packages", os.path.dirname(__file__), os.path.dirname(os.__file__))
+    return path.startswith("<") or any(place in path for place in installed)
 
 
 def one_line(text: object) -> str:

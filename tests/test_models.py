@@ -517,7 +517,7 @@ def test_a_module_that_is_there_already_is_copied(mine: str) -> None:
     [
         ("number", "model 'my_models:number' is int; it must be a function or a class"),
         ("word", "model 'my_models:word' is made as str; it must be a torch.nn.Module"),
-        ("raises", "model 'my_models:raises' raised ZeroDivisionError: made for this test"),
+        ("raises", "model 'my_models:raises' raised ZeroDivisionError (my_models.py, line 34): made for this test"),
         (
             "reads",
             "model 'my_models:reads' asks for tokens, length; there is shape, channels, height, width, classes to ask "

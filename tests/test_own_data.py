@@ -521,8 +521,8 @@ NO_DATA = "; it must return Arrays, Datasets, or a pair of the train and the tes
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("raises", "data set 'own_sets:raises' raised KeyError: 'column'"),
-        ("leaves", "data set 'own_sets:leaves' raised SystemExit: 3"),
+        ("raises", "data set 'own_sets:raises' raised KeyError (own_sets.py, line 24): 'column'"),
+        ("leaves", "data set 'own_sets:leaves' raised SystemExit (own_sets.py, line 25): 3"),
         ("complains", "my own sentence; do this"),
         ("nothing", f"data set 'own_sets:nothing' returned NoneType{NO_DATA}"),
         ("number", f"data set 'own_sets:number' returned int{NO_DATA}"),
