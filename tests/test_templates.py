@@ -28,11 +28,11 @@ def cluster() -> Iterator[dict[str, str]]:
     absent = slurm_box.missing()
     need("slurm", not absent, f"{', '.join(absent)} not installed (Debian: slurm-wlm, munge)")
     with slurm_box.slurm() as variables:
-        yield rank_environment() | variables | {"PYTHON": sys.executable, "RANKS_PER_NODE": "1"}
+        yield rank_environment() | variables | {"PYTHON": sys.executable, "RANKS_PER_NODE": "2"}
 
 
 def sbatch(template: str, arguments: list[str], log: Path, env: dict[str, str]) -> str:
-    """The number of a job of two nodes with a rank each."""
+    """The number of a job of two nodes with a rank each, or, with one launcher per node, two."""
     few = ["--ntasks-per-node=1", "--cpus-per-task=1", "--time=5", f"--output={log}"]
     command = ["sbatch", "--parsable", *few, str(REPO / "slurm" / f"{template}.sbatch"), *arguments]
     done = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, timeout=60)
@@ -81,8 +81,9 @@ def test_templates_stop_in_time_and_go_on_to_the_bits_of_one_rank(cluster: dict[
         assert job(number, cluster)["JobState"] == "COMPLETED", text
         assert job(number, cluster)["Restarts"] == "1", text
         first, second = lines(tmp_path / name / "starts.jsonl")
-        assert (first["round"], first["ranks"], first["restart"]) == (0, 2, 0)
-        assert 0 < second["round"] < 300 and (second["ranks"], second["restart"]) == (2, 1)
+        ranks = 4 if runs[name] == "torchrun" else 2
+        assert (first["round"], first["ranks"], first["restart"]) == (0, ranks, 0)
+        assert 0 < second["round"] < 300 and (second["ranks"], second["restart"]) == (ranks, 1)
         assert f"stopped after round {second['round']} (SIGUSR2)" in text, "the log has both lives"
         assert digest(tmp_path / name) == alone
 
