@@ -645,7 +645,7 @@ def test_a_name_that_leads_elsewhere_is_not_followed(name: str, lives: dict[str,
     rewrite(there, parts=shas)
     with heard() as told:
         live(damaged_run(out))
-    assert any(f"round 4 is damaged: '{name}' is not the name of a file" in line for line in told)
+    assert any(f"round 4 is damaged: part-0.json has {name} for 'name'" in line for line in told)
     assert starts(out)[-1] == 2 and ending(out) == ending(lives["whole"])
 
 
