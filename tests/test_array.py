@@ -198,7 +198,7 @@ def test_the_logs_of_an_array_are_found_from_each_run(tmp_path: Path) -> None:
 def test_states_of_many_runs_are_those_of_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = [a_run(tmp_path / f"run-{n}", job=f"4304_{n}") for n in (0, 1, 5)]
     runs += [a_run(tmp_path / "no-job"), tmp_path / "not-there"]
-    (runs[1] / "finished.json").write_text("{}")
+    (runs[1] / "finished.json").write_text('{"rounds": 1}')
     asked = answers(monkeypatch, lambda command: (0, SAID, ""))
     assert states_of(runs) == [
         ("requeued", "BeginTime, start expected X"),

@@ -38,7 +38,7 @@ def write_run(home: Path, point: Point, losses: list[float], scores: list[float]
     ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
     if finished:
-        (run / "finished.json").write_text('{"rounds": 4}')
+        (run / "finished.json").write_text('{"rounds": 1}')
 
 
 def search(home: Path, means: dict[tuple[str, str], float], rule: Choose) -> Sweep:
@@ -164,13 +164,13 @@ def test_the_last_labels_are_not_given_up_and_the_others_take_all_their_runs_alo
     worst, middle = (next(p for p in found if p.labels["local.lr"] == label) for label in ("1", "0.5"))
     best = next(p for p in found if p.labels["local.lr"] == "0.1")
     assert without_hope(worst, found, tmp_path, one) and not out_of_it(worst, found, tmp_path, one)
-    (tmp_path / worst.name / "given-up.json").write_text('{"rounds": 4}')
+    (tmp_path / worst.name / "given-up.json").write_text("{}")
     others = [p for p in found if p.labels["local.lr"] == "1" and p is not worst]
     assert len(others) == 3 and all(f"{worst.name} was given up" in out_of_it(p, found, tmp_path, one) for p in others)
     assert out_of_it(middle, found, tmp_path, one) == ""
-    (tmp_path / best.name / "given-up.json").write_text('{"rounds": 4}')
+    (tmp_path / best.name / "given-up.json").write_text("{}")
     assert without_hope(middle, found, tmp_path, one) == "", "nothing else is left to be chosen"
-    (tmp_path / worst.name / "finished.json").write_text('{"rounds": 4}')  # before it heard of it
+    (tmp_path / worst.name / "finished.json").write_text('{"rounds": 1}')  # before it heard of it
     assert out_of_it(others[0], found, tmp_path, one) == ""
 
 
