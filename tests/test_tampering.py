@@ -35,7 +35,7 @@ MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 SECONDS = 20  # that a case may take, of which it takes a fraction of one
 ROUNDS, STOPPED_AT = 5, 4
 OPTIONS = "--data tiny --split iid --model logistic --clients 8 --cohort 4 --rounds 5 --log none --local.batch 10"
-OPTIONS += " --local.lr 0.05 --eval.batch 25 --algorithm scaffold --threads 1 --checkpoint.every 2"
+OPTIONS += " --local.lr 0.05 --eval.batch 25 --algorithm scaffold --mask gma --threads 1 --checkpoint.every 2"
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -57,7 +57,9 @@ def here() -> Iterator[Path]:
 
 
 def config(out: Path) -> Any:
-    return settings_of(out, algorithm="scaffold", rounds=ROUNDS, threads=1, checkpoint=Checkpoint(every=2))
+    return settings_of(
+        out, algorithm="scaffold", rounds=ROUNDS, threads=1, checkpoint=Checkpoint(every=2), quiet=True
+    )
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +74,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
     with pytest.MonkeyPatch.context() as inner, pytest.raises(Stopped):
         inner.setattr(Saver, "round_done", stop)
-        run(prepare(cfg), SoloComm(), ALONE, CPU, {}, quiet=True)
+        run(prepare(cfg), SoloComm(), ALONE, CPU, {})
     shutil.copytree(base / "stopped", base / "whole")
-    run(prepare(replace(cfg, out=str(base / "whole"))), SoloComm(), ALONE, CPU, {}, quiet=True)
+    run(prepare(replace(cfg, out=str(base / "whole"))), SoloComm(), ALONE, CPU, {})
     job = {"job": "999999", "executor": "local", "host": "here", "ranks": 1, "logs": "slurm"}
     (base / "stopped" / "job.json").write_text(json.dumps(job))
     (base / "whole" / "job.json").write_text(json.dumps(job))
@@ -462,11 +464,11 @@ def test_a_run_whose_metrics_are_gone_ends_well_and_says_which(
 def test_the_history_of_a_resumed_run_has_the_rounds_that_there_are(runs: dict[str, Path], here: Path) -> None:
     out = copied(runs["stopped"], here / "0")
     (out / "metrics.jsonl").unlink()
-    outcome = run(prepare(config(out)), SoloComm(), ALONE, CPU, {}, quiet=True)
+    outcome = run(prepare(config(out)), SoloComm(), ALONE, CPU, {})
     assert [report.round for report in outcome.history] == [4, 5] and outcome.last.round == 5
     (out / "metrics.jsonl").unlink()
     (out / "finished.json").unlink()
-    assert run(prepare(config(out)), SoloComm(), ALONE, CPU, {}, quiet=True).last.round == 5, "none was left to train"
+    assert run(prepare(config(out)), SoloComm(), ALONE, CPU, {}).last.round == 5, "none was left to train"
 
 
 @pytest.mark.parametrize("how", ["removed", "replaced"])
@@ -484,13 +486,13 @@ def test_metrics_that_are_removed_while_a_run_writes_them(
 
     with pytest.MonkeyPatch.context() as inner:
         inner.setattr(Log, "round", meddle)
-        run(prepare(config(out)), SoloComm(), ALONE, CPU, {}, quiet=True)
+        run(prepare(config(out)), SoloComm(), ALONE, CPU, {})
     assert [one["round"] for one in metrics(out)] == [3, 4, 5] and model_of(out) == model_of(runs["whole"])
     told = f"{out / 'metrics.jsonl'} was removed: a new one has the rounds from 3 on"
     assert [line.message for line in caplog.records] == ([told] if how == "removed" else [])
     caplog.clear()
     more = replace(config(out), rounds=6, resume="force")
-    run(prepare(more), SoloComm(), ALONE, CPU, {}, quiet=True)
+    run(prepare(more), SoloComm(), ALONE, CPU, {})
     assert f"{out / 'metrics.jsonl'} lacks rounds 1 to 2; the model is not affected" in caplog.messages
 
 
