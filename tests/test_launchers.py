@@ -112,7 +112,7 @@ def test_a_mistake_of_one_rank_alone_is_told_too(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "fedmpi", "train", *SMALL, "--timeout", "8", "--out", str(tmp_path / "run")]
     ranks = [
         subprocess.Popen(
-            command + ["--tau", tau],
+            command + ["--mask", "gma", "--tau", tau],
             env=rank_environment() | world | {"RANK": rank, "LOCAL_RANK": rank},
             stderr=subprocess.PIPE,
             text=True,

@@ -401,7 +401,7 @@ def test_a_metric_of_ones_own_is_measured_by_its_name() -> None:
     half = Objective("half", CLASSIFY.loss, "halves", lambda outputs, y: CLASSIFY.total(outputs, y) / 2, rises=False)
     result = trained(replace(tiny(), objective=half), evaluate="clients,gap")
     usual = trained(tiny(), evaluate="clients,gap")
-    for own, last in zip(result.history, usual.history, strict=True):
+    for own, last in zip(result.reports, usual.reports, strict=True):
         assert own["clients_halves"] == pytest.approx({k: v / 2 for k, v in last["clients_accuracy"].items()})
         assert own["train_halves"] == last["train_accuracy"] / 2
 

@@ -102,6 +102,7 @@ def test_every_pair_of_the_papers_learns(
         whole = load(name, str(root))
         assert isinstance(whole, Arrays)
         cfg = Config(
+            mask="gma",
             data=name,
             split=split,
             model=model,
