@@ -56,6 +56,7 @@ code: 0 where nothing FAILs, 1 where something does."""
 OK, ABSENT, WARN, FAIL = "ok", "--", "warn", "FAIL"
 MB, GB = 1e6, 1e9
 GRACE = 10.0  # seconds a step may take beyond --timeout: the survivors' roll call
+LOOKING = 60.0  # seconds more for looking around, which starts processes of its own and waits for no other rank
 LATER = 3.0  # seconds that other ranks leave to rank 0 and to the launcher, before they speak for themselves
 LEAST_DISK, LEAST_MEMORY, LEAST_SHARED = 1 * GB, 1 * GB, 256 * MB  # below which there is a warning
 LEAST_FILES = 1024
@@ -132,7 +133,7 @@ def parse(arguments: list[str]) -> Asked:
 
 def examine(place: Place, asked: Asked, watch: Watch) -> int:
     """Look, connect, try; print on rank 0; the exit code."""
-    watch.step("looking", [])
+    watch.step("looking", [], more=LOOKING)
     findings = [finding for check in CHECKS for finding in looked(check, place, asked)]
     hopeless = any(finding.level == FAIL and finding.check in NEEDED for finding in findings)
     comm, told = None, [findings]
@@ -694,16 +695,16 @@ class Watch:
         self.watcher = subprocess.Popen([sys.executable, "-I", "-S", "-c", WATCHER], stdin=subprocess.PIPE, stdout=out)
         self.nowhere = open(os.devnull, "w")
 
-    def step(self, what: str, findings: list[Finding]) -> None:
-        """Begin a step, with what is known until here."""
-        rank, size = self.place.rank, self.place.size
+    def step(self, what: str, findings: list[Finding], more: float = 0.0) -> None:
+        """Begin a step, with what is known until here; it may take `more` seconds than others."""
+        rank, size, limit = self.place.rank, self.place.size, self.limit + more
         cure = "see that every rank was started, and that the nodes and their file systems answer"
-        late = Finding(FAIL, what, f"rank {rank} of {size} has waited for {self.limit:g} s in vain", cure)
+        late = Finding(FAIL, what, f"rank {rank} of {size} has waited for {limit:g} s in vain", cure)
         text = rendered([(f, []) for f in [*findings * (rank == 0), late]], self.asked.json and rank == 0)
         assert self.watcher.stdin is not None
-        self.watcher.stdin.write(json.dumps([self.limit, text]).encode() + b"\n")
+        self.watcher.stdin.write(json.dumps([limit, text]).encode() + b"\n")
         self.watcher.stdin.flush()
-        faulthandler.dump_traceback_later(self.limit + 1, exit=True, file=self.nowhere)
+        faulthandler.dump_traceback_later(limit + 1, exit=True, file=self.nowhere)
 
     def over(self) -> None:
         """Nothing that may hang is left."""
