@@ -101,7 +101,7 @@ def at_once(home: Path) -> int:
 
 
 def objects(path: Path) -> list[dict[str, Any]]:
-    """What is told of a run, or of each run of a sweep, for programs."""
+    """Return the status of a run, or of each run of a sweep, for programs."""
     if not is_sweep(path):
         return look_at([path])
     rows = asked_for(path)
