@@ -39,7 +39,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["fedmpi", "fedmpi.*"]),
-    package_data={"fedmpi": ["py.typed", "recipes/*.yaml"]},
+    package_data={"fedmpi": ["py.typed", "experiments/recipes/*.yaml"]},
     install_requires=[
         "torch>=2.4",
         "torchvision",
@@ -55,5 +55,5 @@ setup(
         "PyYAML",
     ],
     extras_require={**SINKS, "notebook": NOTEBOOK, "run": RUN, "test": TEST, "dev": DEV},
-    entry_points={"console_scripts": ["fedmpi = fedmpi.cli:main"]},
+    entry_points={"console_scripts": ["fedmpi = fedmpi.commands:main"]},
 )

@@ -39,12 +39,11 @@ from torch.distributed import FileStore
 from fedmpi.cohort import Cohort, draw, home, load, place
 from fedmpi.comm import Comm, share_node
 from fedmpi.comm.torch import TorchComm
-from fedmpi.config import Config, Local, Skew
 from fedmpi.errors import UserError
-from fedmpi.ledger import Ledger
 from fedmpi.local import Job, LocalResult, LocalRule
-from fedmpi.rounds import Plan, begin, train_clients
-from fedmpi.run import load_data, make_task, plan_of, prepare
+from fedmpi.rounds import Plan, begin, make_sums
+from fedmpi.runs.build import load_data, make_task, plan_of, prepare
+from fedmpi.runs.config import Config, Local, Skew
 
 CPU = torch.device("cpu")
 WAYS = ("waiting", "cpu")
@@ -94,13 +93,14 @@ def measure(comm: Comm, given: argparse.Namespace, beta: float, folder: str) -> 
     algorithm = replace(prepared.algorithm, local=LocalRule(timed))
     plan: Plan = plan_of(prepared)
     state = begin(task, algorithm, comm)
-    ledger = Ledger(comm, algorithm, task.layout, plan.cohort, plan.sum, partition.clients, CPU)
+    sums = make_sums(plan, algorithm, task, comm, state.model_N)
 
     def train(cohort: Cohort) -> tuple[float, float]:
-        ledger.clear(cohort)
+        sums.reset(cohort, state.round + 1, state.ints)
         comm.barrier()
         started, used = time.perf_counter(), time.process_time()
-        train_clients(state, plan, algorithm.local, task, comm.rank, cohort, ledger)
+        for update in task.train([cohort.cids[i] for i in cohort.at(comm.rank)], state, algorithm.local, plan.work):
+            sums.add(update)
         times = torch.zeros(2, comm.size, dtype=torch.float64)
         times[:, comm.rank] = torch.tensor([time.perf_counter() - started, time.process_time() - used])
         comm.sum(times)

@@ -20,10 +20,10 @@ from statistics import median
 
 import torch
 
-from fedmpi.checkpoint import Facts, Progress, Saver
 from fedmpi.comm import SoloComm
-from fedmpi.config import Checkpoint
 from fedmpi.rounds import State
+from fedmpi.runs.checkpoint import Facts, Progress, Saver
+from fedmpi.runs.config import Checkpoint
 
 FACTS = Facts({}, {})
 

@@ -29,16 +29,17 @@ from pathlib import Path
 import torch
 from kit import median, positive, quartiles
 
+from fedmpi.aggregate.compress import nothing_unsent
+from fedmpi.aggregate.sums import Sums, Totals
 from fedmpi.algorithms import Algorithm
+from fedmpi.cohort import Cohort
 from fedmpi.comm import Comm, connect, share_node
-from fedmpi.env import find_place
+from fedmpi.comm.env import find_place
 from fedmpi.flat import Layout
-from fedmpi.ledger import Ledger
 from fedmpi.local import sgd
 from fedmpi.masks import MASKS, make_mask
-from fedmpi.rounds import Clock, Delivery, State, move_model
+from fedmpi.rounds import State, move_model
 from fedmpi.server import ServerKnobs, make_server
-from fedmpi.wire import nothing_unsent
 
 CASES = {
     "float32": ("float32", 5, "float32"),
@@ -77,16 +78,18 @@ def masked(comm: Comm, params: int, how: str, clients: int, mask: str, wire: str
     algorithm = Algorithm(sgd(0.01), make_mask(mask, 0.4), make_server("sgd", ServerKnobs()))
     model_N = comm.vector(length // comm.size)
     everybody = clients * comm.size
-    ledger = Ledger(comm, algorithm, layout, everybody, how, everybody, wire=wire, model_N=model_N)
-    total = 600 * clients * comm.size
-    ledger.deltas.clear(total)
+    rule = algorithm.local
+    sums = Sums(comm, layout, rule, cohort=everybody, clients=everybody, kind=how, wire=wire, model_N=model_N)
+    cids, ranks = tuple(range(everybody)), tuple(cid % comm.size for cid in range(everybody))
+    cohort, no_ints = Cohort(cids, (600,) * everybody, ranks), torch.zeros(0, dtype=torch.int64)
+    sums.reset(cohort, 1, no_ints)
     rng = torch.Generator().manual_seed(comm.rank)
     for _ in range(clients):
-        ledger.deltas.add(torch.randn(length, generator=rng) * 1e-3, 600)
+        sums.deltas.add(torch.randn(length, generator=rng) * 1e-3, 600)
     unsent = nothing_unsent(model_N, length // comm.size) if wire == "bf16" else {}
-    state = State(0, model_N, torch.zeros(0, dtype=torch.int64), {}, unsent=unsent)
-    delivery = Delivery(total, 0.0, tuple(range(everybody)), ())
-    return lambda: move_model(state, algorithm, delivery, ledger, comm, layout, clients == 1, Clock())
+    state = State(0, model_N, no_ints, {}, unsent=unsent)
+    totals = Totals(cohort.total, 0.0, cids, (), no_ints)
+    return lambda: move_model(state, algorithm, totals, sums)
 
 
 def measure(comm: Comm, params: int, turns: int, mask: str) -> list[dict[str, object]]:

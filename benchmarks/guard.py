@@ -23,12 +23,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedmpi.algorithms import Algorithm
+from fedmpi.cohort import Work
 from fedmpi.comm.threads import run_threads
 from fedmpi.local import sgd
 from fedmpi.masks import make_mask
 from fedmpi.rounds import Plan, begin, rounds
 from fedmpi.server import ServerKnobs, make_server
-from fedmpi.work import Work
 
 VERBS = ("sum", "stream", "gather", "broadcast", "barrier")
 

@@ -37,7 +37,7 @@ from collective import masked, plain_all_reduce, slowest
 from kit import median, positive, quartiles
 
 from fedmpi.comm import Comm, connect
-from fedmpi.env import find_place
+from fedmpi.comm.env import find_place
 from fedmpi.masks import make_mask
 
 CLIENTS = 5  # a rank

@@ -36,13 +36,14 @@ from torch.distributed import FileStore
 
 from fedmpi.algorithms import Algorithm
 from fedmpi.comm import share_node
+from fedmpi.comm.env import Place
 from fedmpi.comm.torch import TorchComm
-from fedmpi.config import Config, Eval
 from fedmpi.data import SPLITS, Arrays
-from fedmpi.env import Place
 from fedmpi.local import Job, LocalResult, LocalRule
 from fedmpi.masks import make_mask
-from fedmpi.run import Given, prepare, run
+from fedmpi.runs.build import Given, prepare
+from fedmpi.runs.config import Config, Eval
+from fedmpi.runs.run import run
 from fedmpi.server import ServerKnobs, make_server
 
 FEATURES, CLASSES, RANKS = 4, 10, 2

@@ -38,13 +38,13 @@ JOB = "--split iid --clients 100 --cohort 10 --model lenet --rounds 1 --local.st
 
 # What is told, and when: before or after the call of a function.
 MARKS = {
-    "launcher": ("fedmpi.cli", "train", "before"),
-    "import": ("fedmpi.options", "parse", "before"),
-    "settings": ("fedmpi.run", "settle", "before"),
-    "connection": ("fedmpi.run", "run", "before"),
-    "data": ("fedmpi.run", "load_data", "after"),
-    "model": ("fedmpi.run", "make_task", "after"),
-    "folder": ("fedmpi.rounds", "train_clients", "before"),
+    "launcher": ("fedmpi.commands.train", "main", "before"),
+    "import": ("fedmpi.runs.options", "parse", "before"),
+    "settings": ("fedmpi.runs.run", "settle", "before"),
+    "connection": ("fedmpi.runs.run", "run", "before"),
+    "data": ("fedmpi.runs.build", "load_data", "after"),
+    "model": ("fedmpi.runs.build", "make_task", "after"),
+    "folder": ("fedmpi.rounds", "run_round", "before"),
 }
 CLOCK = f"""
 import functools, importlib.abc, importlib.machinery, os, sys, time
@@ -80,8 +80,6 @@ class Clock(importlib.abc.MetaPathFinder):
             run_module(module)
             for phase, (function, when) in marks.items():
                 setattr(module, function, told(phase, getattr(module, function), when))
-            if name == "fedmpi.cli":
-                module.COMMANDS["train"] = module.train
 
         spec.loader.exec_module = exec_module
         return spec

@@ -32,14 +32,15 @@ import torch.nn.functional as F
 from kit import above_zero, median, positive, quartiles
 from torch import nn
 
+from fedmpi.clients.execution import PLAIN, Path, try_path
+from fedmpi.clients.task import Task
+from fedmpi.clients.together import Together
+from fedmpi.clients.training import Start
+from fedmpi.cohort import Work
 from fedmpi.data import Arrays, Partition
 from fedmpi.errors import UserError
 from fedmpi.local import sgd
 from fedmpi.models import MODELS, make_model
-from fedmpi.paths import PLAIN, Path, try_path
-from fedmpi.task import Task
-from fedmpi.together import Together
-from fedmpi.work import Work
 
 LR, MOMENTUM, BATCH, CLIENTS = 0.01, 0.9, 32, 10
 PATHS = ("contiguous", "channels_last", "bf16", "compiled", "together")
@@ -130,7 +131,7 @@ def by_fedmpi(case: Case, task: Task, clients: int = 1) -> Client:
     start_N, ints = task.start()
 
     def train(seat: Task, cid: int) -> object:
-        job = seat.job(start_N, ints, 1, cid, work)
+        job = seat.job(Start(start_N, ints, 1, cid, work))
         return job.finish(rule(job))
 
     @torch.no_grad()

@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .algorithms import Algorithm, Row
     from .api import train
-    from .config import Checkpoint, Eval, Local, Memory, Meta, Server, Skew, Step
     from .data import Arrays, Datasets
-    from .objective import Objective
-    from .result import Result
+    from .data.objective import Objective
+    from .runs.config import Checkpoint, Eval, Local, Memory, Meta, Server, Skew, Step
+    from .runs.result import Result
 
 __version__ = "0.1.0"
 __all__ = ["Algorithm", "Arrays", "Datasets", "Objective", "Result", "Row", "train"]
 __all__ += ["Checkpoint", "Eval", "Local", "Memory", "Meta", "Server", "Skew", "Step"]  # groups of knobs
 
-_HOMES = dict.fromkeys(("Checkpoint", "Eval", "Local", "Memory", "Meta", "Server", "Skew", "Step"), "config") | {
+_HOMES = dict.fromkeys(("Checkpoint", "Eval", "Local", "Memory", "Meta", "Server", "Skew", "Step"), "runs.config") | {
     "Algorithm": "algorithms",
     "Arrays": "data",
     "Datasets": "data",
-    "Objective": "objective",
-    "Result": "result",
+    "Objective": "data.objective",
+    "Result": "runs.result",
     "Row": "algorithms",
     "train": "api",
 }

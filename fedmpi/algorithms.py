@@ -16,15 +16,11 @@ from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import TypeVar
 
-from .config import Config, Local, Meta, Server
 from .errors import UserError, unknown
-from .local import LocalKnobs, LocalRule, make_local
-from .local.fedgma2021 import GRADIENTS
-from .local.scaffold import OPTIONS
-from .masks import Mask, make_mask
+from .local import LocalRule
+from .masks import Mask
 from .plugins import import_path
-from .rates import make_rate
-from .server import VARIANTS, ServerKnobs, ServerRule, make_server
+from .server import ServerRule
 
 T = TypeVar("T")
 
@@ -131,93 +127,3 @@ def combine(row: Row, local: str, server: str) -> Row:
 def first(fits: Callable[[Row], bool]) -> Row | None:
     """The first row of the table that fits."""
     return next((row for row in ALGORITHMS.values() if fits(row)), None)
-
-
-def resolve(cfg: Config, row: Row | None = None) -> Config:
-    """The configuration with every knob that was left to the algorithm filled in from a row, else from its own."""
-    row = check_row(cfg.algorithm, row) if row is not None else find_row(cfg.algorithm)
-
-    def given(value: T | None, otherwise: T) -> T:
-        return otherwise if value is None else value
-
-    row = combine(row, given(cfg.local.rule, row.local), given(cfg.server.rule, row.server))
-    local = replace(
-        cfg.local,
-        rule=row.local,
-        lr=given(cfg.local.lr, row.local_lr),
-        momentum=given(cfg.local.momentum, row.local_momentum),
-        clip=given(cfg.local.clip, row.clip),
-        clip_update=given(cfg.local.clip_update, row.clip_update),
-        epochs=given(cfg.local.epochs, row.epochs),
-    )
-    if cfg.server.variant not in VARIANTS:
-        raise unknown("server variant", cfg.server.variant, VARIANTS)
-    variant = VARIANTS[cfg.server.variant]
-    server = replace(
-        cfg.server,
-        b2=given(cfg.server.b2, variant.b2),
-        eps=given(cfg.server.eps, variant.eps),
-        rule=row.server,
-        lr=given(cfg.server.lr, row.server_lr),
-        momentum=given(cfg.server.momentum, row.server_momentum),
-    )
-    meta = replace(
-        cfg.meta,
-        size=given(cfg.meta.size, row.meta_size),
-        lr=given(cfg.meta.lr, row.meta_lr),
-        share=given(cfg.meta.share, row.share),
-    )
-    return replace(
-        cfg, mask=given(cfg.mask, row.mask), tau=given(cfg.tau, row.tau), local=local, server=server, meta=meta
-    )
-
-
-def build(cfg: Config) -> Algorithm:
-    """The algorithm of a resolved configuration; an unknown name is a `UserError` with the nearest match."""
-    assert cfg.mask is not None and cfg.tau is not None, "resolve the configuration first"
-    return Algorithm(
-        build_local(cfg.local, cfg.rounds),
-        make_mask(cfg.mask, cfg.tau, cfg.sharpness),
-        build_server(cfg.server, cfg.rounds),
-        build_meta(cfg.meta),
-    )
-
-
-def build_local(local: Local, rounds: int) -> LocalRule:
-    assert local.rule is not None and local.lr is not None and local.momentum is not None, "resolve it first"
-    for option, word, known in (
-        ("--local.option", local.option, OPTIONS),
-        ("--local.gradient", local.gradient, GRADIENTS),
-    ):
-        if word not in known:  # also where the rule does not read it
-            raise unknown(option, word, known)
-    rate = make_rate("--local.schedule", local.schedule, local.lr, rounds)
-    knobs = LocalKnobs(
-        rate,
-        local.momentum,
-        local.weight_decay,
-        local.clip or None,
-        local.clip_update or None,
-        local.mu,
-        local.option,
-        local.gradient,
-    )
-    return make_local(local.rule, knobs)
-
-
-def build_server(server: Server, rounds: int) -> ServerRule:
-    assert server.rule is not None and server.lr is not None and server.momentum is not None, "resolve it first"
-    rate = make_rate("--server.schedule", server.schedule, server.lr, rounds)
-    knobs = ServerKnobs(rate, server.momentum, server.b1, server.b2, server.eps, server.variant)
-    return make_server(server.rule, knobs, server.mask_moments)
-
-
-def build_meta(meta: Meta) -> MetaStep | None:
-    """The meta step, or None where its learning rate is zero."""
-    assert meta.size is not None and meta.lr is not None and meta.share is not None, "resolve it first"
-    if (meta.lr or meta.share) and not meta.size:
-        why = f"--meta.lr is {meta.lr:g}" if meta.lr else "--meta.share is true"
-        raise UserError(f"{why} but --meta.size is 0; give the number of samples to hold out")
-    if meta.weights is not None and not meta.size:
-        raise UserError("--meta.weights are given but --meta.size is 0; give the number of samples to hold out")
-    return MetaStep(meta.lr, meta.batch) if meta.lr else None

@@ -25,22 +25,23 @@ import torch
 from torch import nn
 
 from .algorithms import Algorithm, MetaStep, Row
-from .aliases import real_name
 from .comm import Comm, agree_early, agreed, connect, share_node
-from .config import Config
+from .comm.env import Place, find_place
 from .data import Arrays, Data, Datasets, as_data
 from .data.own import is_part
-from .env import Place, find_place
 from .errors import CommonError, UserError
 from .local import LocalRule
-from .log import record
 from .masks import Mask
-from .options import as_tree, from_values, plain
-from .result import Result
-from .run import Given, Outcome, Prepared, prepare, run, settle, trained_tensors
+from .runs.aliases import real_name
+from .runs.build import Given, Prepared, prepare
+from .runs.config import Config
+from .runs.log import record
+from .runs.options import as_tree, from_values, plain
+from .runs.result import Result
+from .runs.run import Outcome, run, settle, trained_tensors
+from .runs.stop import Stopped, follow_launcher
+from .runs.typed import Knobs
 from .server import ServerRule
-from .stop import Stopped, follow_launcher
-from .typed import Knobs
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

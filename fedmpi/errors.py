@@ -10,8 +10,10 @@ from __future__ import annotations
 import difflib
 import errno
 import os
+import re
 import sys
-from collections.abc import Iterable
+import traceback
+from collections.abc import Callable, Iterable
 from typing import TextIO
 
 AGAIN = 75  # the exit code of a run that stopped in good order and wants to be started again (EX_TEMPFAIL)
@@ -100,3 +102,51 @@ def nearest(given: str, known: Iterable[str]) -> str | None:
     shuffled = (low for low in names if sorted(low) == sorted(given))
     low = next(shuffled, None) or next(iter(difflib.get_close_matches(given, names, n=1, cutoff=0.75)), None)
     return None if low is None else names[low]
+
+
+def raised(error: BaseException) -> str:
+    """Return what a user's code raised and where, on one line: 'ValueError (rules.py, line 12): no such layer'."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not inside_a_package(frame.filename)]
+    where = f" ({os.path.basename(own[-1].filename)}, line {own[-1].lineno})" if own else ""
+    said = one_line(error)
+    return f"{type(error).__name__}{where}" + (f": {said}" if said else "")
+
+
+def inside_a_package(path: str) -> bool:
+    """Say whether a source file belongs to fedmpi, Python or an installed package, and so not to a user's own code."""
+    installed = ("site-packages", os.path.dirname(__file__), os.path.dirname(os.__file__))
+    return path.startswith("<") or any(place in path for place in installed)
+
+
+def one_line(text: object) -> str:
+    return " ".join(str(text).split())
+
+
+def squeezed(name: str) -> str:
+    """Return a name in lower case without '-', '_' and spaces, for comparisons."""
+    return re.sub(r"[-_\s]", "", name.lower())
+
+
+def exit_code(work: Callable[[], int]) -> int:
+    """Run a command; where it fails, print the error message and return the exit code that belongs to it."""
+    try:
+        return work()
+    except UserError as error:
+        complain(str(error))
+        return 2
+    except RunError as error:
+        complain(str(error))
+        return 1
+    except KeyboardInterrupt:
+        complain("interrupted")
+        return 130
+    except BrokenPipeError:  # the reader has left, as in '| head'
+        silence(sys.stdout)
+        return 0
+    except OSError as error:  # of a path that was given, such as a name that is too long
+        if error.filename is None:  # a fault of our own: let it show its traceback
+            raise
+        refused = of_path(error)
+        complain(str(refused))
+        return 2 if isinstance(refused, UserError) else 1

@@ -22,10 +22,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from .errors import UserError
+from .errors import UserError, raised
 from .flat import Span
 from .layers import Layer, LayerVotes
-from .plugins import find, raised, refuse
+from .plugins import find, refuse
 
 __all__ = ["MASKS", "Layer", "Mask", "MaskKnobs", "make_mask", "quorum"]
 

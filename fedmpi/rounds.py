@@ -1,55 +1,45 @@
-"""The round and the loop. Every rank runs the same code and no rank is special.
+"""One round, top to bottom, and the loop. Every rank runs the same code and no rank is special.
 
-    draw      who trains, from (seed, round): no message
-    train     my clients from the model; each delta goes into the tally and is forgotten
-    sum       how many delivered, with what weight: a few numbers
-    reduce    the sums for my slice: deltas and votes
-    mask      and the server's step on my slice, piece by piece
-    gather    the slices become the whole model on each rank
+    sample    who trains, from (seed, round): no message
+    train     this rank's clients, from the model; each update is added to the sums and forgotten
+    agree     who delivered, with what weight: a few numbers
+    exchange  the sums for this rank's slice: deltas and votes
+    step      mask and server's step on this rank's slice, tile by tile
+    gather    the slices become the whole model on every rank
     meta      where the algorithm has a meta step: one more gradient, over all ranks, and one more step
 
-What else a client's rule asks for goes along: further vectors that are summed in the same exchange (channels), vectors
-that all clients see (`State.shared`), and what each client keeps for its next time (`State.memory`).
+What else a client rule asks for goes along: further vectors that are summed in the same exchange (channels), vectors
+that all clients read (`State.shared`), and what each client keeps for its next round (`State.memory`).
 
-A client that raises or whose update cannot be averaged is left out, named and renormalised away; a round with fewer
-than `min_clients` fails on every rank with the same sentence, before the model is touched.
+A client that raises or whose update cannot be averaged is left out, logged and renormalised away; a round with fewer
+than `min_clients` fails on every rank with the same message, before the model is touched.
 
 N: the full padded vector.  S: the slice this rank owns.  P: the trainable parameters.
 """
 
 from __future__ import annotations
 
-import logging
-import time
-from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from .agreement import Layers, add_votes
-from .algorithms import Algorithm, MetaStep
-from .cohort import Cohort, draw
-from .comm import Comm, Wait
+from .aggregate.clock import PHASES
+from .aggregate.compress import nothing_unsent
+from .aggregate.exchange import Tile, exchange
+from .aggregate.sums import Sums, Totals
+from .algorithms import Algorithm
+from .cohort import Work, draw
+from .comm import Comm
 from .errors import CommonError, RunError, UserError
 from .flat import Layout
-from .layers import LayerVotes, trained_spans
-from .ledger import Ledger
-from .local import Channel, LocalRule
-from .memory import Memory
-from .reduce import Part, parts, reduce
-from .tally import Tally, Unusable, even_chunks
-from .task import Task, Trained
-from .wire import nothing_unsent
-from .work import Work
-
-log = logging.getLogger("fedmpi")
-
-PHASES = ("local", "wait", "reduce", "server", "gather", "meta")
-UNIT = 2.0**40  # losses and steps are summed as whole numbers of 1 / UNIT, so they are the same on any number of ranks
+from .local import LocalRule
+from .local.memory import Memory
+from .local.update import Update
+from .meta import take_meta_step
 
 
 @dataclass(frozen=True)
@@ -66,12 +56,12 @@ class State:
     moments: dict[str, Tensor]
     """the server's moments, of this rank's slice"""
     shared: dict[str, Tensor] = field(default_factory=dict)
-    """the vectors that channels of the client's rule move, the same on every rank (SCAFFOLD's c)"""
+    """the vectors that channels of the client rule move, the same on every rank (SCAFFOLD's c)"""
     memory: Memory = field(default_factory=Memory)
-    """what the clients whose home this rank is have kept (SCAFFOLD's c_n)"""
+    """what this rank's home clients have kept (SCAFFOLD's c_n)"""
     unsent: dict[str, Tensor] = field(default_factory=dict)
-    """with `--wire bf16`, what this rank has rounded off and not sent yet: `sums` for every slice, as a part of the
-    mean, and `model`, of its own slice"""
+    """with `--wire bf16`, this rank's rounding errors: `sums` for every slice, as a part of the mean, and `model` for
+    its own slice"""
 
 
 @dataclass(frozen=True)
@@ -85,13 +75,11 @@ class Plan:
     sum: str = "exact"
     min_clients: int = 1
     wire: str = "float32"
-    tau: float | None = None
-    """count agreement layer by layer, and what is below this; None: do not"""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a round was like, the same on every rank; `seconds` are means over the ranks."""
+    """The numbers of a round, the same on every rank; `seconds` are means over the ranks."""
 
     round: int
     clients: int
@@ -103,17 +91,17 @@ class Report:
     """what the ranks sent each other; 0 on one rank"""
     seconds: dict[str, float]
     client_bytes_up: int | None = None
-    """what the clients of the round upload to a server, all of them together, wherever they are hosted (`traffic`);
-    None in records of older versions"""
+    """what the clients of the round upload to a server, summed, wherever they are hosted (`traffic`); None in records
+    of older versions"""
     client_bytes_down: int | None = None
-    """what they download, all of them together"""
+    """what they download, summed"""
     test_metric: float | None = None
-    """the objective's metric on the test set, where it was scored"""
+    """the objective's metric on the test set, in rounds that are evaluated"""
     test_loss: float | None = None
     metric: str = "accuracy"
     """what test_metric is"""
     measures: dict[str, Any] = field(default_factory=dict)
-    """what else was asked for (--evaluate), by its name in metrics.jsonl"""
+    """further measurements (--evaluate), by their names in metrics.jsonl"""
 
     @property
     def test_accuracy(self) -> float | None:
@@ -121,375 +109,207 @@ class Report:
         return self.test_metric if self.metric == "accuracy" else None
 
 
-@dataclass(frozen=True)
-class Delivery:
-    """What the clients of all ranks delivered together."""
+class Clients(Protocol):
+    """This rank's view of the federation: it trains any client, on this rank's device."""
 
-    weight: int
-    loss: float
-    used: tuple[int, ...]
-    dropped: tuple[int, ...]
-    steps: float = 1.0
-    """the weighted mean of the steps that a normalised rule divided by"""
+    @property
+    def sizes(self) -> np.ndarray:
+        """Samples per client."""
+    @property
+    def layout(self) -> Layout:
+        """Where the model's tensors lie in the flat vector."""
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def meta_size(self) -> int:
+        """Samples of the meta set."""
 
+    def start(self) -> tuple[Tensor, Tensor]:
+        """Return the model before the first round: the padded vector and the integer buffers."""
 
-@dataclass(frozen=True)
-class Seen:
-    """Counts over a rank's slice, on its device: elements with mask 1, and the sum of |votes|, where asked also by
-    layer. Whole numbers in float64."""
+    def train(self, cids: Sequence[int], state: State, rule: LocalRule, work: Work) -> Iterator[Update]:
+        """Train clients, in the round after `state`; yield what each brings back. A client that fails is left out."""
 
-    kept: Tensor
-    votes: Tensor
-    layers: Layers | None = None
-
-    @classmethod
-    def nothing(cls, device: torch.device, layers: Layers | None = None) -> Seen:
-        kept, votes = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(2))
-        return cls(kept, votes, layers)
+    def meta_gradient(self, model_N: Tensor, ints: Tensor, block: slice, round: int) -> Tensor:
+        """Return the gradient of the mean loss on a block of the meta set."""
 
 
-class Clock:
-    """Seconds by phase."""
+class Observer(Protocol):
+    """A measurement inside the round."""
 
-    def __init__(self) -> None:
-        self.seconds: defaultdict[str, float] = defaultdict(float)
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[phase] += time.perf_counter() - started
+    def on_tile(self, tile: Tile, mask: Tensor, clients: int) -> None:
+        """Look at a tile before the server's step; `tile.votes` are absolute by now."""
 
 
-def begin(task: Task, algorithm: Algorithm, comm: Comm, memory: Memory | None = None, wire: str = "float32") -> State:
-    """The state before the first round: rank 0's model on every rank. Collective."""
-    start_N, ints = task.start()
+class Stats:
+    """Counts over this rank's slice, on its device: elements with mask 1, and the sum of |votes|. Whole numbers in
+    float64."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.kept, self.votes = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(2))
+
+    def count(self, tile: Tile, mask: Tensor) -> None:
+        """Count a tile; its votes are absolute afterwards: nothing reads their signs any more."""
+        self.kept.add_(mask.floor().sum())
+        self.votes.add_(add_votes(tile.votes.abs_()))
+
+
+def add_votes(sizes_S: Tensor) -> Tensor:
+    """Return the sum of |votes| of a tile; small ones via float32, which is exact here (2**17 * 127 < 2**24) and
+    quicker."""
+    return sizes_S.float().sum() if sizes_S.dtype == torch.int8 else sizes_S.sum(dtype=torch.int64)
+
+
+def begin(
+    clients: Clients, algorithm: Algorithm, comm: Comm, memory: Memory | None = None, wire: str = "float32"
+) -> State:
+    """Return the state before the first round: rank 0's model on every rank. Collective."""
+    start_N, ints = clients.start()
     comm.broadcast(start_N)
     if ints.numel():
         comm.broadcast(ints)
-    length = start_N.numel() // comm.size
+    length, rule = start_N.numel() // comm.size, algorithm.local
     model_N = comm.vector(length, start_N.device)
-    own = slice(comm.rank * length, (comm.rank + 1) * length)
-    model_N[own] = start_N[own]
+    comm.own(model_N).copy_(comm.own(start_N))
     comm.gather(model_N)
-    moments = {
-        name: torch.full((length,), value, device=task.device) for name, value in algorithm.server.moments.items()
-    }
-    rule = algorithm.local
-    shared = {c.name: comm.vector(length, start_N.device) for c in rule.sends if c.to == "shared"}
-    memory = Memory(rule.keeps, task.layout.params) if memory is None else memory
-    unsent = nothing_unsent(start_N, length) if wire == "bf16" else {}
-    return State(0, model_N, ints, moments, shared, memory, unsent)
+    return State(
+        round=0,
+        model_N=model_N,
+        ints=ints,
+        moments={
+            name: torch.full((length,), value, device=clients.device)
+            for name, value in algorithm.server.moments.items()
+        },
+        shared={c.name: comm.vector(length, start_N.device) for c in rule.sends if c.to == "shared"},
+        memory=Memory(rule.keeps, clients.layout.params) if memory is None else memory,
+        unsent=nothing_unsent(start_N, length) if wire == "bf16" else {},
+    )
 
 
-def rounds(state: State, plan: Plan, algorithm: Algorithm, task: Task, comm: Comm) -> Iterator[tuple[State, Report]]:
-    """Train from `state` to the last round of the plan, yielding after each. Collective."""
-    books = (plan.cohort, plan.sum, task.partition.clients, task.device, plan.wire, state.model_N)
-    ledger = Ledger(comm, algorithm, task.layout, *books)
+def make_sums(plan: Plan, algorithm: Algorithm, clients: Clients, comm: Comm, model_N: Tensor) -> Sums:
+    """Return what a rank accumulates in a round. Collective; made once."""
+    return Sums(
+        comm,
+        clients.layout,
+        algorithm.local,
+        cohort=plan.cohort,
+        clients=len(clients.sizes),
+        kind=plan.sum,
+        squares=algorithm.mask.second_moment,
+        wire=plan.wire,
+        meta=algorithm.meta is not None,
+        device=clients.device,
+        model_N=model_N,
+    )
+
+
+def rounds(
+    state: State, plan: Plan, algorithm: Algorithm, clients: Clients, comm: Comm, observers: Sequence[Observer] = ()
+) -> Iterator[tuple[State, Report]]:
+    """Train from `state` to the last round of the plan, yielding after each round. Collective."""
+    sums = make_sums(plan, algorithm, clients, comm, state.model_N)
     while state.round < plan.rounds:
         try:
-            state, report = run_round(state, plan, algorithm, task, comm, ledger)
-        except UserError as error:  # of a rule or mask from outside: on this rank, perhaps on no other
+            state, report = run_round(state, plan, algorithm, clients, comm, sums, observers)
+        except UserError as error:  # of a plug-in rule or mask: perhaps on this rank alone
             raise RunError(f"round {state.round + 1}: {error}") from error
         yield state, report
 
 
-def run_round(
-    state: State, plan: Plan, algorithm: Algorithm, task: Task, comm: Comm, ledger: Ledger
-) -> tuple[State, Report]:
-    """One round, straight through. Collective."""
-    number, clock, sent = state.round + 1, Clock(), comm.sent
-    at_home = bool(algorithm.local.keeps)
-    cohort = draw(plan.seed, number, task.partition.sizes, plan.cohort, comm.size, plan.work, at_home)
-    ledger.clear(cohort)
-    state.memory.discard()
-    with clock("local"):
-        counts, ints = train_clients(state, plan, algorithm.local, task, comm.rank, cohort, ledger)
-    with clock("wait"):
-        comm.sum(counts)
-    delivery = read_counts(counts, cohort)
-    if len(delivery.used) < plan.min_clients:
-        raise too_few(number, plan, delivery)
-    ints = largest(ints, comm)
-    one_each = cohort.most_on_a_rank == 1
-    layers = None if plan.tau is None else Layers.of(task.layout, plan.tau, task.device)
-    seen = move_model(state, algorithm, delivery, ledger, comm, task.layout, one_each, clock, layers)
-    state = replace(state, round=number, ints=ints)
-    if algorithm.meta is not None and ledger.meta is not None:
-        with clock("meta"):
-            take_meta_step(state, algorithm.meta, task, ledger.meta, comm)
-    state.memory.commit()
-    length = state.model_N.numel() // comm.size
-    sound = bool(state.model_N[comm.rank * length : (comm.rank + 1) * length].sum().isfinite())
-    report = sum_up(number, delivery, seen, sound, task.layout.params, comm, comm.sent - sent, clock)
-    up, down = traffic(algorithm.local, task.layout.length, task.layout.params, ints.numel(), delivery)
-    return state, replace(report, client_bytes_up=up, client_bytes_down=down)
-
-
 @torch.no_grad()  # a job's gradients switch it on; a rule's own arithmetic must not leave a graph in the sums
-def train_clients(
-    state: State, plan: Plan, rule: LocalRule, task: Task, rank: int, cohort: Cohort, ledger: Ledger
-) -> tuple[Tensor, Tensor]:
-    """Train this rank's clients into the ledger; returns this rank's counts, and its largest integer buffers.
+def run_round(
+    state: State,
+    plan: Plan,
+    algorithm: Algorithm,
+    clients: Clients,
+    comm: Comm,
+    sums: Sums,
+    observers: Sequence[Observer] = (),
+) -> tuple[State, Report]:
+    """Run one round of any algorithm. Collective."""
+    t = state.round + 1
+    at_home = bool(algorithm.local.keeps)
+    cohort = draw(plan.seed, t, clients.sizes, plan.cohort, comm.size, plan.work, at_home)
+    sums.reset(cohort, t, state.ints)
+    state.memory.discard()
 
-    Counts: the weight delivered, the weighted loss and the weighted steps in whole units, and a 1 at the cohort
-    position of each client that delivered.
-    """
-    counts = torch.zeros(3 + len(cohort.cids), dtype=torch.int64)
-    ints, told = state.ints, set[str]()
+    # 1. Train this rank's clients. Each update is added to the sums and forgotten.
+    mine = [cohort.cids[i] for i in cohort.at(comm.rank)]
+    for update in clients.train(mine, state, algorithm.local, plan.work):
+        if sums.add(update):
+            state.memory.stage(update.cid, update.result.keeps)
 
-    def train(seat: Task, cid: int) -> Trained | None:
-        return train_client(state, plan, rule, seat, cid, ledger, told)
+    # 2. Who delivered? The same integers on every rank, so all of them raise or none does.
+    totals = sums.agree()
+    totals.require(plan.min_clients, t)
 
-    mine = {cohort.cids[i]: i for i in cohort.at(rank)}
-    for number, (cid, trained) in enumerate(task.each(list(mine), train), 1):
-        if trained is None:
-            continue
-        i, weight = mine[cid], cohort.weights[mine[cid]]
-        ledger.add(trained, weight, last=number == len(mine))
-        state.memory.stage(cid, trained.result.keeps)
-        share = weight / cohort.total * UNIT
-        steps = trained.result.steps if rule.normalised else 1.0
-        counts[:3] += torch.tensor([weight, round(trained.loss * share), round(steps * share)])
-        counts[3 + i] = 1
-        ints = torch.maximum(ints, trained.ints)
-    return counts, ints
+    # 3. This rank's slice of mean and votes, tile by tile: mask, then step. Finished buckets travel meanwhile.
+    stats = move_model(state, algorithm, totals, sums, observers)
+    state = replace(state, round=t, ints=totals.ints)
 
-
-def train_client(
-    state: State, plan: Plan, rule: LocalRule, task: Task, cid: int, ledger: Ledger, told: set[str]
-) -> Trained | None:
-    """What one client brings back, or None, with the reason in the log, where that cannot be used.
-
-    What a client's training raises (out of memory, an error in a user's rule or model) must not end the run of all; an
-    error that was `told` with its traceback is told in a line.
-    """
-    number, memory = state.round + 1, state.memory.read(cid)
-    readable = (state.model_N, *state.shared.values(), *memory.values())
-    before = [vector._version for vector in readable]
-    trained: Trained | None = None
-    try:
-        job = task.job(state.model_N, state.ints, number, cid, plan.work, state.shared, memory)
-        trained = job.finish(rule(job))
-        ledger.check(trained)
-    except Unusable as why:
-        log.warning("round %d: client %d left out: %s", number, cid, why)
-        trained = None
-    except (Exception, SystemExit) as error:
-        what = repr(error)
-        log.error("round %d: client %d left out: its training raised %s", number, cid, what, exc_info=what not in told)
-        told.add(what)
-        trained = None
-    if [vector._version for vector in readable] != before:
-        raise RunError(
-            f"round {number}, client {cid}: its rule wrote to job.start_P, job.shared or job.memory, which all clients "
-            "share; train job.x_P, and copy what you want to change"
-        )
-    return trained
-
-
-def read_counts(counts: Tensor, cohort: Cohort) -> Delivery:
-    """What the summed counts mean."""
-    weight, loss, steps, *delivered = counts.tolist()
-    used = tuple(cid for cid, d in zip(cohort.cids, delivered, strict=True) if d)
-    dropped = tuple(cid for cid, d in zip(cohort.cids, delivered, strict=True) if not d)
-    scale = cohort.total / max(weight, 1) / UNIT
-    return Delivery(weight, loss * scale, used, dropped, steps * scale)
-
-
-def too_few(number: int, plan: Plan, delivery: Delivery) -> CommonError:
-    return CommonError(
-        f"round {number}: {len(delivery.used)} of {plan.cohort} clients delivered a usable update, but min_clients is "
-        f"{plan.min_clients}; left out: {', '.join(map(str, delivery.dropped))}. The log of their ranks tells why; "
-        "where it is the size of an update or of the loss, a lower --local.lr often helps; numbers to predict are best "
-        "scaled to about 1"
-    )
-
-
-def largest(ints: Tensor, comm: Comm) -> Tensor:
-    """The elementwise maximum over the ranks of a few whole numbers. Collective."""
-    if not ints.numel():
-        return ints
-    rows = torch.zeros(comm.size, ints.numel(), dtype=torch.int64)
-    rows[comm.rank] = ints
-    comm.sum(rows)
-    return rows.amax(0)
+    # 4. The slices are one model again. The meta step follows, and what clients keep becomes final.
+    if algorithm.meta is not None and sums.meta is not None:
+        with sums.clock("meta"):
+            params = clients.layout.params
+            take_meta_step(state.model_N, state.ints, t, algorithm.meta, clients, sums.meta, comm, params)
+    state.memory.commit()
+    return state, summarise(state, stats, totals, sums, comm)
 
 
 def move_model(
-    state: State,
-    algorithm: Algorithm,
-    delivery: Delivery,
-    ledger: Ledger,
-    comm: Comm,
-    layout: Layout,
-    one_each: bool,
-    clock: Clock,
-    layers: Layers | None = None,
-) -> Seen:
-    """The collective and what it is for: from every rank's tallies to the new model on every rank. Collective.
-
-    Returns what was seen of this rank's slice, where `layers` are given also of each.
-    """
-    seen, sends, params = Seen.nothing(state.model_N.device, layers), algorithm.local.sends, layout.params
-    asked = trained_spans(layout) if algorithm.mask.layers else ()
-    votes = LayerVotes(asked, len(delivery.used), state.model_N.device)
-    under_way: list[Wait] = []
-    final = not any(channel.to == "model" for channel in sends)  # what has been applied may go
-
-    def prepare(bucket: slice) -> None:
-        ledger.finish(bucket)
-        if ledger.wire is not None:
-            ledger.wire.round_sums(state.unsent["sums"], delivery.weight, bucket)
-
-    def count_layers(pieces: Iterator[tuple[int, Tensor]]) -> None:
-        votes.add(pieces)
-        comm.sum(votes.counts)
-
-    if ledger.wire is not None:
-        ledger.wire.remember(state.model_N)
-    also, look = list(ledger.channels.values()), count_layers if algorithm.mask.layers else None
-    pieces = reduce(comm, ledger.deltas, params, delivery.weight, one_each, also, prepare, look)
-    while True:
-        with clock("reduce"):
-            part = next(pieces, None)
-        if part is None:
-            break
-        with clock("server"):
-            apply(part, state, algorithm, params, delivery, seen, votes)
-        if part.completes is not None and final:
-            with clock("gather"):
-                under_way.append(start_gather(state, ledger, comm, part.completes))
-    with clock("server"):
-        for channel in sends:
-            add_channel(channel, state, delivery, ledger.channels[channel.name], comm, params)
-    with clock("gather"):
-        if not final:
-            under_way.append(start_gather(state, ledger, comm, slice(0, ledger.deltas.slice)))
-        comm.gather(state.model_N, under_way)
-        for vector_N in state.shared.values():
-            comm.gather(vector_N)
-    if ledger.wire is not None:
-        ledger.wire.settled = True
-    return seen
+    state: State, algorithm: Algorithm, totals: Totals, sums: Sums, observers: Sequence[Observer] = ()
+) -> Stats:
+    """Aggregate the sums of all ranks and move the model in place. Return counts of this rank's slice. Collective."""
+    stats, t = Stats(state.model_N.device), state.round + 1
+    for tile in exchange(sums, totals, state, algorithm.mask.layers):
+        mask = algorithm.mask.over(tile.start, tile.votes, totals.clients, tile.mean, tile.square, tile.layers)
+        stats.count(tile, mask)
+        for observer in observers:
+            observer.on_tile(tile, mask, totals.clients)
+        mean = tile.mean.mul_(totals.steps) if algorithm.local.normalised else tile.mean
+        algorithm.server.step(tile.params, mean, mask, tile.moments, t)
+    return stats
 
 
-def start_gather(state: State, ledger: Ledger, comm: Comm, bucket: slice) -> Wait:
-    """Send a bucket of this rank's slice of the model, begin to receive those of the others."""
-    if ledger.wire is None:
-        return comm.start_gather(state.model_N, bucket)
-    return ledger.wire.start_gather(state.model_N, state.unsent["model"], bucket)
-
-
-def apply(
-    part: Part,
-    state: State,
-    algorithm: Algorithm,
-    params: int,
-    delivery: Delivery,
-    seen: Seen,
-    votes: LayerVotes,
-) -> None:
-    """Move one piece of the model by the masked mean; count the elements kept and the votes into `seen`. `votes` are
-    those of whole layers, where the mask asks for them."""
-    w = state.model_N[part.start : part.stop]
-    if part.start >= params:
-        w.add_(part.mean)  # buffers: averaged, never masked, never touched by the server's rule
-        return
-    assert part.votes is not None, "deltas are voted on"
-    clients = len(delivery.used)
-    mask = algorithm.mask.over(part.start, part.votes, clients, part.mean, part.square, votes)
-    seen.kept.add_(mask.floor().sum())
-    sizes = part.votes.abs_()  # nothing asks for their signs any more
-    seen.votes.add_(add_votes(sizes))
-    if seen.layers is not None:
-        seen.layers.add(part.start, sizes, clients)
-    mean = part.mean.mul_(delivery.steps) if algorithm.local.normalised else part.mean
-    moments = {name: moment[part.own] for name, moment in state.moments.items()}
-    algorithm.server.step(w, mean, mask, moments, state.round + 1)
-
-
-def add_channel(channel: Channel, state: State, delivery: Delivery, tally: Tally, comm: Comm, params: int) -> None:
-    """Add this rank's slice of a channel, which has been exchanged, to the vector that it is for."""
-    to_model = channel.to == "model"
-    target_N = state.model_N if to_model else state.shared[channel.name]
-    for part in parts(comm, tally, params, delivery.weight if to_model else tally.total):
-        if part.start < params:
-            target_N[part.start : part.stop].add_(part.mean)
-
-
-def take_meta_step(state: State, step: MetaStep, task: Task, tally: Tally, comm: Comm) -> None:
-    """w -= lr * gradient of the mean loss on the meta set, in place. Collective.
-
-    The set is cut into blocks that go round the ranks, and their gradients are summed exactly: the same bits on any
-    number of ranks.
-    """
-    tally.clear(len(task.meta))
-    bad = torch.zeros(1, dtype=torch.int64)
-    for number, block in enumerate(even_chunks(len(task.meta), step.batch)):
-        if number % comm.size == comm.rank:
-            task.load(state.model_N, state.ints)  # for each block: it must not depend on the ones before it
-            gradient_P = task.meta_gradient(block, state.round)
-            try:
-                tally.check(gradient_P)
-            except Unusable:
-                bad += 1
-                continue
-            tally.add(gradient_P, block.stop - block.start)
-    comm.sum(bad)
-    if bad:
-        raise CommonError(
-            f"round {state.round}: the gradient on the meta set is not a number or beyond {tally.limit:g}: the model "
-            "has diverged; lower --meta.lr, --server.lr or --local.lr"
-        )
-    comm.exchange(*tally.kinds)
-    for part in parts(comm, tally, task.layout.params, tally.total):
-        if part.start < task.layout.params:
-            state.model_N[part.start : part.stop].sub_(part.mean.mul_(step.lr))
-    comm.gather(state.model_N)
-
-
-def traffic(rule: LocalRule, length: int, params: int, ints: int, delivery: Delivery) -> tuple[int, int]:
+def traffic(rule: LocalRule, layout: Layout, totals: Totals) -> tuple[int, int]:
     """Return the bytes that the clients of a round upload and download: what a server and devices would exchange.
 
-    Every client drawn downloads the model with its buffers, in float32, and the vectors that all clients see. One that
+    Every client drawn downloads the model with its buffers, in float32, and the vectors that all clients read. One that
     delivers uploads its delta, buffers included, and a vector per channel. Votes and squares are functions of a delta,
     so a mask adds nothing; a client's memory never travels; single numbers (samples, loss, steps) are not counted.
     """
-    model, vector = 4 * length + 8 * ints, 4 * params
+    model, vector = 4 * layout.length + 8 * totals.ints.numel(), 4 * layout.params
     shared = sum(channel.to == "shared" for channel in rule.sends)
-    up = len(delivery.used) * (model + vector * len(rule.sends))
-    return up, (len(delivery.used) + len(delivery.dropped)) * (model + vector * shared)
+    up = totals.clients * (model + vector * len(rule.sends))
+    return up, (totals.clients + len(totals.dropped)) * (model + vector * shared)
 
 
-def sum_up(
-    number: int, delivery: Delivery, seen: Seen, sound: bool, params: int, comm: Comm, sent: int, clock: Clock
-) -> Report:
-    """The report of a round, over all ranks; an error on all of them where the model is not `sound` on one.
+def summarise(state: State, stats: Stats, totals: Totals, sums: Sums, comm: Comm) -> Report:
+    """Return the report of a round, over all ranks; raise an error on all of them where the model is not finite on one.
     Collective."""
-    microseconds = [round(clock.seconds[phase] * 1e6) for phase in PHASES]
-    sound = sound and bool(seen.kept.isfinite())
-    kept_here = int(seen.kept) if sound else 0
-    by_layer = seen.layers.numbers() if seen.layers else []
-    totals = torch.tensor([not sound, kept_here, int(seen.votes), sent, *microseconds, *by_layer], dtype=torch.int64)
-    comm.sum(totals)
-    spoilt, kept, votes, bytes_sent, *rest = totals.tolist()
-    times, by_layer = rest[: len(PHASES)], rest[len(PHASES) :]
+    sound = bool(comm.own(state.model_N).sum().isfinite()) and bool(stats.kept.isfinite())
+    kept_here = int(stats.kept) if sound else 0
+    microseconds = [round(sums.clock.seconds[phase] * 1e6) for phase in PHASES]
+    sent = comm.sent - sums.sent_before
+    counts = torch.tensor([not sound, kept_here, int(stats.votes), sent, *microseconds], dtype=torch.int64)
+    comm.sum(counts)
+    spoilt, kept, votes, bytes_sent, *times = counts.tolist()
     if spoilt:
         raise CommonError(
-            f"round {number}: mask and server's step left the model with NaN or infinity; lower --server.lr"
+            f"round {state.round}: mask and server's step left the model with NaN or infinity; lower --server.lr"
             " (--meta.lr, where there is a meta step)"
         )
+    params = sums.layout.params
+    up, down = traffic(sums.rule, sums.layout, totals)
     return Report(
-        round=number,
-        clients=len(delivery.used),
-        dropped=delivery.dropped,
-        train_loss=delivery.loss,
+        round=state.round,
+        clients=totals.clients,
+        dropped=totals.dropped,
+        train_loss=totals.loss,
         kept=kept / params,
-        agreement=votes / params / len(delivery.used),
+        agreement=votes / params / totals.clients,
         bytes_sent=bytes_sent,
         seconds={phase: t / comm.size / 1e6 for phase, t in zip(PHASES, times, strict=True)},
-        measures=seen.layers.read(by_layer, len(delivery.used)) if seen.layers else {},
+        client_bytes_up=up,
+        client_bytes_down=down,
     )

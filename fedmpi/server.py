@@ -21,9 +21,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .errors import UserError, unknown
-from .plugins import find, raised, refuse
-from .rates import Rate, as_rate
+from .errors import UserError, raised, unknown
+from .plugins import find, refuse
+from .schedules import Rate, as_rate
 
 Moments = Mapping[str, Tensor]
 Step = Callable[[Tensor, Tensor, Tensor, Moments, int], None]

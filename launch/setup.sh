@@ -86,15 +86,15 @@ say "checking that torch starts"
 "$venv/bin/python" -c 'import torch; torch.ones(1).sum()'
 # A torch for the CPU and a torchvision for CUDA, as some indexes hand out, do not fit: PyTorch's own index has both.
 say "checking that torchvision fits torch"
-if ! "$venv/bin/python" -m fedmpi.imports 2>/dev/null; then
-    read -r pair build < <("$venv/bin/python" -c 'import torch, fedmpi.imports as i
+if ! "$venv/bin/python" -m fedmpi.plugins.torchvision 2>/dev/null; then
+    read -r pair build < <("$venv/bin/python" -c 'import torch, fedmpi.plugins.torchvision as i
 print(i.torchvision_build().partition("+")[0] or "none", torch.__version__.partition("+")[2] or "none")')
     if [[ $pair != none && $build != none && -z ${FEDMPI_OFFLINE:-} ]]; then
         say "it does not: trying to install torchvision $pair+$build"
         "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-deps --retries 0 --timeout 15 \
             --index-url "https://download.pytorch.org/whl/$build" "torchvision==$pair+$build" 2>/dev/null || true
     fi
-    "$venv/bin/python" -m fedmpi.imports 2> >(sed 's/^/setup: WARNING: /' >&2) || true
+    "$venv/bin/python" -m fedmpi.plugins.torchvision 2> >(sed 's/^/setup: WARNING: /' >&2) || true
 fi
 for one in "${holds[@]}"; do  # dev holds all of test, and test all of run
     printf '%s\n' "$print" >"$venv/fedmpi-$one.stamp"

@@ -28,17 +28,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
-PATH = sys.path[:]
-
-
 @pytest.fixture(autouse=True)
 def traces_removed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Puts back what a command leaves that ran in this process: the package's logger, and of a user's module the folder
     on the path and the module itself."""
+    path = sys.path[:]
     yield
     logger = logging.getLogger("fedmpi")
     logger.handlers[:], logger.level, logger.propagate = [], logging.NOTSET, True
-    sys.path[:] = PATH
+    sys.path[:] = path
     base = str(tmp_path_factory.getbasetemp())
     for name, module in list(sys.modules.items()):
         if str(getattr(module, "__file__", None) or "").startswith(base):
@@ -69,7 +67,8 @@ def rank_environment() -> dict[str, str]:
     ours.pop("FEDMPI_STORE", None)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         ours.pop(name, None)
-    return ours | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{REPO}{os.pathsep}{REPO / 'tests'}"}
+    folders = [REPO, REPO / "tests", *sorted({path.parent for path in REPO.glob("tests/**/test_*.py")})]
+    return ours | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, folders))}
 
 
 def _gloo_rank(rank: int, size: int, rendezvous: str, timeout: float, work: Callable[..., None], args: tuple) -> None:

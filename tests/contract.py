@@ -14,6 +14,7 @@ TRAVELLING = (torch.float32, torch.int64, torch.int32, torch.int8, torch.bfloat1
 
 def check_contract(comm: Comm) -> None:
     assert 0 <= comm.rank < comm.size
+    check_own(comm)
     check_sum(comm)
     for dtype in TRAVELLING:
         check_exchange(comm, dtype, length=5)
@@ -27,6 +28,17 @@ def check_contract(comm: Comm) -> None:
     check_agreed(comm)
     for _ in range(3):
         comm.barrier()
+
+
+def check_own(comm: Comm) -> None:
+    """The slices are equally long, in rank order, and views of the vector; a length that does not divide is refused."""
+    x_N = torch.arange(4 * comm.size)
+    assert comm.own(x_N).tolist() == [4 * comm.rank + i for i in range(4)]
+    comm.own(x_N).zero_()
+    assert x_N.tolist() == [0 if i // 4 == comm.rank else i for i in range(4 * comm.size)]
+    if comm.size > 1:
+        with pytest.raises(RuntimeError):
+            comm.own(torch.zeros(4 * comm.size + 1))
 
 
 def check_sum(comm: Comm) -> None:
@@ -104,7 +116,7 @@ def check_stream(comm: Comm) -> None:
 def check_gather_in_buckets(comm: Comm) -> None:
     """Several buckets are under way at once, and a small sum meanwhile is not mixed up with them."""
     x_N = comm.vector(60_000)
-    own_S = x_N.view(comm.size, -1)[comm.rank]
+    own_S = comm.own(x_N)
     buckets = [slice(0, 31_000), slice(31_000, 60_000)]
     before = comm.sent
     waits = []
@@ -127,7 +139,7 @@ def check_gather_in_buckets(comm: Comm) -> None:
 def check_update(comm: Comm) -> None:
     """What travels is added to the slices where it arrives, on all ranks alike."""
     x_N = comm.vector(40)
-    own_S = x_N.view(comm.size, -1)[comm.rank]
+    own_S = comm.own(x_N)
     own_S.fill_(1.0)
     comm.gather(x_N)
     update = comm.update(x_N, torch.bfloat16)

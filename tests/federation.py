@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import nn
 
 from fedmpi.algorithms import Algorithm, MetaStep
+from fedmpi.clients.task import Task, Work
 from fedmpi.comm import Comm
 from fedmpi.comm.threads import run_threads
 from fedmpi.data import Arrays, Partition
 from fedmpi.local import LocalRule, sgd
+from fedmpi.local.memory import Memory
 from fedmpi.masks import make_mask
-from fedmpi.memory import Memory
-from fedmpi.rounds import Plan, Report, State, begin, rounds
+from fedmpi.rounds import Clients, Plan, Report, State, begin, rounds
+from fedmpi.runs.measures.agreement import Layers
 from fedmpi.server import ServerKnobs, make_server
-from fedmpi.task import Task, Work
 
 SIZES = (5, 9, 14, 3, 20, 7, 11)
 CPU = torch.device("cpu")
+T = TypeVar("T")
 
 
 def arrays() -> Arrays:
@@ -72,6 +76,20 @@ def plan(**changes) -> Plan:
     return Plan(**({"seed": 11, "rounds": 3, "cohort": 5, "work": Work(epochs=2, batch=4)} | changes))
 
 
+def run_rounds(
+    state: State, how: Plan, algo: Algorithm, clients: Clients, comm: Comm, tau: float | None = None
+) -> tuple[State, list[Report]]:
+    """A rank's last state and its reports; with `tau`, agreement is measured."""
+    observers = [] if tau is None else [Layers.of(clients.layout, tau, clients.device)]
+    reports = []
+    for after, report in rounds(state, how, algo, clients, comm, observers):
+        state = after
+        for observer in observers:
+            report = replace(report, measures=observer.after_round(comm, report.clients))
+        reports.append(report)
+    return state, reports
+
+
 def federate(
     size: int,
     algo: Algorithm,
@@ -79,16 +97,19 @@ def federate(
     make=norm_model,
     meta: np.ndarray | None = None,
     memory: Callable[[], Memory] | None = None,
+    tau: float | None = None,
 ) -> tuple[list[State], list[Report]]:
-    """Every rank's last state, and rank 0's reports."""
+    """Every rank's last state, and rank 0's reports; with `tau`, agreement is measured."""
     ours, how = tasks(size, make, meta), how or plan()
 
     def work(comm: Comm) -> tuple[State, list[Report]]:
-        state, reports = begin(ours[comm.rank], algo, comm, memory() if memory else None), []
-        for after, report in rounds(state, how, algo, ours[comm.rank], comm):
-            state = after
-            reports.append(report)
-        return state, reports
+        task = ours[comm.rank]
+        return run_rounds(begin(task, algo, comm, memory() if memory else None), how, algo, task, comm, tau)
 
     results = run_threads(size, work)
     return [state for state, _ in results], results[0][1]
+
+
+def each(buckets: Iterable[tuple[slice, Iterable[T]]]) -> list[T]:
+    """Everything that is yielded of every bucket."""
+    return [part for _, parts in buckets for part in parts]

@@ -19,14 +19,14 @@ from federation import CPU, arrays, norm_model, partition, plain_model
 from torch import nn
 
 from fedmpi.algorithms import ALGORITHMS
+from fedmpi.clients.task import Task
 from fedmpi.comm import Comm, SoloComm
-from fedmpi.config import Config, Local, Meta, Server
 from fedmpi.data import Partition
-from fedmpi.evaluate import evaluate
 from fedmpi.masks import MASKS
 from fedmpi.rounds import Plan, Report, State, begin, rounds
-from fedmpi.run import Prepared, prepare
-from fedmpi.task import Task
+from fedmpi.runs.build import Prepared, prepare
+from fedmpi.runs.config import Config, Local, Meta, Server
+from fedmpi.runs.measures.score import evaluate
 
 FILE = Path(__file__).with_name("golden.json")
 HELD_OUT = 9  # of the 20 samples of client 4, where an algorithm has a meta set

@@ -10,9 +10,10 @@ import torch
 
 from fedmpi.algorithms import ALGORITHMS
 from fedmpi.comm import connect, share_node
-from fedmpi.env import find_place
-from fedmpi.options import parse
-from fedmpi.run import prepare, run
+from fedmpi.comm.env import find_place
+from fedmpi.runs.build import prepare
+from fedmpi.runs.options import parse
+from fedmpi.runs.run import run
 
 SMALL = "--data glyphs --clients 40 --cohort 7 --rounds 2 --local.steps 4 --threads 1 --log_to none".split()
 MASKED = list(itertools.product(("fedavg", "fedyogi"), ("mean", "gma", "and", "sand")))

@@ -1,6 +1,6 @@
 """A federation of parabolas, for rounds worked out by hand: client n's loss is 1/2 * sum_j a_nj (x_j - b_nj)^2.
 
-`QuadraticTask` stands in for `fedmpi.task.Task` and its jobs are whole `fedmpi.local.Job`s, with memory handled as
+`QuadraticTask` stands in for `clients.task.Task` and its jobs are whole `fedmpi.local.Job`s, with memory handled as
 strangely as theirs: a gradient lives until the next one, a delta until the next job. Every batch of a client has the
 same loss, so only the number of steps matters. N: the padded vector.  P: the two parameters.
 """
@@ -13,17 +13,20 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from federation import run_rounds
 from torch import Tensor
 
 from fedmpi.algorithms import Algorithm
+from fedmpi.clients.task import Task
+from fedmpi.clients.training import Global, Start, train_clients
+from fedmpi.cohort import Work
 from fedmpi.comm import Comm
 from fedmpi.comm.threads import run_threads
 from fedmpi.data import Partition
 from fedmpi.flat import Layout
 from fedmpi.local import Job, LocalResult, LocalRule
-from fedmpi.rounds import Plan, Report, State, begin, rounds
-from fedmpi.task import Task, Trained
-from fedmpi.work import Work
+from fedmpi.local.update import Update
+from fedmpi.rounds import Plan, Report, State, begin
 
 NO_INTS = torch.zeros(0, dtype=torch.int64)
 
@@ -40,24 +43,16 @@ class Client:
 class QuadraticJob:
     """One client's work in one round."""
 
-    def __init__(
-        self,
-        task: QuadraticTask,
-        start_N: Tensor,
-        round: int,
-        cid: int,
-        work: Work,
-        shared: Mapping[str, Tensor],
-        memory: Mapping[str, Tensor],
-    ) -> None:
-        self.task, self.round, self.cid, self.work = task, round, cid, work
-        self.a, self.b = torch.tensor(task.clients[cid].a), torch.tensor(task.clients[cid].b)
-        self.start_P = start_N[:2]
-        self.shared = {name: vector_N[:2] for name, vector_N in shared.items()}
-        self.memory = memory
-        task.x_N.copy_(start_N)
+    def __init__(self, task: QuadraticTask, start: Start) -> None:
+        self.task, self.round, self.cid, self.work = task, start.round, start.cid, start.work
+        client = task.clients[start.cid]
+        self.a, self.b = torch.tensor(client.a), torch.tensor(client.b)
+        self.start_P = start.model_N[:2]
+        self.shared: Mapping[str, Tensor] = {name: vector_N[:2] for name, vector_N in start.shared.items()}
+        self.memory = start.memory
+        task.x_N.copy_(start.model_N)
         self.x_P, self.delta_P = task.x_N[:2], task.delta_N[:2].fill_(torch.nan)
-        self.readable = [self.start_P, *self.shared.values(), *memory.values()]
+        self.readable = [self.start_P, *self.shared.values(), *self.memory.values()]
         self.before = [vector_P.clone() for vector_P in self.readable]
         self.losses: list[float] = []
 
@@ -92,12 +87,12 @@ class QuadraticJob:
         yield
         self.losses = kept
 
-    def finish(self, result: LocalResult) -> Trained:
+    def finish(self, result: LocalResult) -> Update:
         for now_P, before_P in zip(self.readable, self.before, strict=True):
             assert torch.equal(now_P, before_P), "a rule wrote to what is to be read only"
         if result.delta_P is not self.delta_P:
             self.delta_P.copy_(result.delta_P)
-        return Trained(self.task.delta_N, NO_INTS, sum(self.losses) / max(len(self.losses), 1), result)
+        return Update(self.cid, self.task.delta_N, NO_INTS, sum(self.losses) / max(len(self.losses), 1), result)
 
 
 class QuadraticTask:
@@ -120,29 +115,21 @@ class QuadraticTask:
         self.x_N, self.delta_N = (torch.zeros(self.layout.padded(ranks)) for _ in range(2))
         self.x_N[:2] = torch.tensor(start)
         self.grad_P = torch.zeros(2)
-        self.meta = torch.tensor(points).view(-1, 2)
+        self.meta, self.meta_size, self.sizes = torch.tensor(points).view(-1, 2), len(points), self.partition.sizes
 
     def start(self) -> tuple[Tensor, Tensor]:
         return self.x_N.clone(), NO_INTS
 
-    def load(self, model_N: Tensor, ints: Tensor) -> None:
-        self.x_N.copy_(model_N)
-
     each = Task.each
 
-    def job(
-        self,
-        start_N: Tensor,
-        ints: Tensor,
-        round: int,
-        cid: int,
-        work: Work,
-        shared: Mapping[str, Tensor],
-        memory: Mapping[str, Tensor],
-    ) -> QuadraticJob:
-        return QuadraticJob(self, start_N, round, cid, work, shared, memory)
+    def job(self, start: Start) -> QuadraticJob:
+        return QuadraticJob(self, start)
 
-    def meta_gradient(self, block: slice, round: int) -> Tensor:
+    def train(self, cids: Sequence[int], state: Global, rule: LocalRule, work: Work) -> Iterator[Update]:
+        return train_clients(self, cids, state, rule, work)
+
+    def meta_gradient(self, model_N: Tensor, ints: Tensor, block: slice, round: int) -> Tensor:
+        self.x_N.copy_(model_N)
         return torch.sub(self.x_N[:2], self.meta[block].mean(0), out=self.grad_P)
 
 
@@ -157,16 +144,19 @@ class Outcome:
     reports: list[Report]
 
 
-def descend(size: int, make: Callable[[int], QuadraticTask], algorithm: Algorithm, plan: Plan) -> Outcome:
-    """Run the plan's rounds on that many thread ranks; `make(ranks)` makes a rank's task."""
+def descend(
+    size: int,
+    make: Callable[[int], QuadraticTask],
+    algorithm: Algorithm,
+    plan: Plan,
+    tau: float | None = None,
+) -> Outcome:
+    """Run the plan's rounds on that many thread ranks; `make(ranks)` makes a rank's task. With `tau`, agreement is
+    measured."""
 
     def work(comm: Comm) -> tuple[State, list[Report]]:
-        task, reports = make(comm.size), []
-        state = begin(task, algorithm, comm)  # type: ignore[arg-type]
-        for after, report in rounds(state, plan, algorithm, task, comm):  # type: ignore[arg-type]
-            state = after
-            reports.append(report)
-        return state, reports
+        task = make(comm.size)
+        return run_rounds(begin(task, algorithm, comm), plan, algorithm, task, comm, tau)
 
     results = run_threads(size, work)
     states = [state for state, _ in results]

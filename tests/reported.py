@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from fedmpi.config import Config
+from fedmpi.runs.config import Config
 
 LAYERS = ("conv.weight", "conv.bias", "fc.weight")
 

@@ -14,15 +14,16 @@ from typing import Any
 import pytest
 import torch
 
-from fedmpi import data, env
-from fedmpi import run as runs
-from fedmpi.comm import SoloComm
-from fedmpi.config import Config, Eval, Local
+from fedmpi import data
+from fedmpi.comm import SoloComm, env
+from fedmpi.comm.env import Place
 from fedmpi.data import Arrays, DataRow
 from fedmpi.data.store import Source
-from fedmpi.env import Place
 from fedmpi.rounds import Report
-from fedmpi.run import prepare, run
+from fedmpi.runs import run as runs
+from fedmpi.runs.build import prepare
+from fedmpi.runs.config import Config, Eval, Local
+from fedmpi.runs.run import run
 
 ALONE = Place("alone", 0, 1, 0, 1)
 CPU = torch.device("cpu")

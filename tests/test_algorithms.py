@@ -23,18 +23,18 @@ from torch import Tensor
 from torch.func import functional_call
 
 from fedmpi.algorithms import ALGORITHMS, Algorithm, MetaStep
-from fedmpi.cohort import draw
+from fedmpi.clients.task import Task
+from fedmpi.clients.training import Start
+from fedmpi.cohort import Work, draw, make_share
 from fedmpi.comm import Comm, SoloComm
 from fedmpi.comm.threads import run_threads
-from fedmpi.config import Config, Local, Meta, Server
 from fedmpi.local import Descent, Job, LocalResult, LocalRule, uga
+from fedmpi.local.memory import Memory
 from fedmpi.masks import MASKS
-from fedmpi.memory import Memory
 from fedmpi.rounds import Plan, Report, State, begin, rounds
-from fedmpi.run import Prepared, prepare
+from fedmpi.runs.build import Prepared, prepare
+from fedmpi.runs.config import Config, Local, Meta, Server
 from fedmpi.server import ServerKnobs, make_server
-from fedmpi.task import Task
-from fedmpi.work import Work, make_share
 
 # ---- One round by hand ----------------------------------------------------------------------------------------------
 #
@@ -528,7 +528,7 @@ def test_uga_is_torchs_derivative_through_the_steps_of_a_real_model_up_to_roundi
     asked = ask("uga", local=Local(lr=0.05, batch=4, epochs=3, momentum=0.5))
     task, twin = task_of(asked), task_of(asked)
     start_N, ints = task.start()
-    job = task.job(start_N, ints, 1, 4, asked.work)
+    job = task.job(Start(start_N, ints, 1, 4, asked.work))
     delta_P = asked.algorithm.local(job).delta_P.clone()
 
     def loss(x_P: Tensor, batch: Any) -> Tensor:

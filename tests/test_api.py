@@ -25,11 +25,11 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 import fedmpi
 from fedmpi import Algorithm, Arrays, Datasets, Objective, Result, Row, api
 from fedmpi.algorithms import MetaStep
-from fedmpi.cli import main
-from fedmpi.config import Eval, Local
+from fedmpi.commands import main
 from fedmpi.errors import RunError, UserError
 from fedmpi.local import LocalKnobs, make_local, sgd
 from fedmpi.masks import make_mask
+from fedmpi.runs.config import Eval, Local
 from fedmpi.server import ServerKnobs, make_server
 
 FEATURES, CLASSES = 4, 3

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedmpi.cohort import Cohort, draw, home, load, place
+from fedmpi.cohort import Cohort, Work, draw, home, load, make_share, place
 from fedmpi.data import Partition
-from fedmpi.work import Work, make_share
 
 SIZES = st.lists(st.integers(1, 500), min_size=1, max_size=40)
 SEEDS = st.integers(0, 2**40)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 import shlex
@@ -15,10 +14,11 @@ import pytest
 from conftest import REPO, rank_environment
 
 from fedmpi.algorithms import ALGORITHMS
-from fedmpi.config import Config, Launch, knobs
 from fedmpi.masks import MASKS
-from fedmpi.options import parse, single_runs, split_launch
-from fedmpi.run import prepare
+from fedmpi.plugins.knobs import knobs
+from fedmpi.runs.build import prepare
+from fedmpi.runs.config import Config, Launch
+from fedmpi.runs.options import parse, single_runs, split_launch
 
 PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md")), REPO / "CONTRIBUTING.md", REPO / "CHANGELOG.md"]
 
@@ -82,41 +82,6 @@ def test_the_guide_names_every_option() -> None:
     options = {name: value for part in (Config(), Launch()) for name, value in knobs(part).items()}
     told = [name for name, value in options.items() if not is_dataclass(value) and not name.startswith("skew.")]
     assert not [name for name in told if f"--{name}" not in named]  # data.md has --skew.*
-
-
-def imports_of(module: str) -> tuple[set[str], set[str]]:
-    """Return the modules of fedmpi that one of them imports when it is imported itself, and those at any time."""
-    path, first, ever = REPO / "fedmpi" / module, set[str](), set[str]()
-    for file in path.rglob("*.py") if path.is_dir() else [path.with_suffix(".py")]:
-        tree, depth = ast.parse(file.read_text(encoding="utf-8")), len(file.relative_to(REPO / "fedmpi").parts)
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and (node.level == depth or str(node.module).startswith("fedmpi.")):
-                paths = [node.module] if node.module else [alias.name for alias in node.names]
-                names = {path.removeprefix("fedmpi.").partition(".")[0] for path in paths} - {module}
-                ever |= names
-                first |= names if node in tree.body else set()
-    return first, ever
-
-
-def test_the_modules_of_the_design_are_those_of_the_package() -> None:
-    text = (REPO / "docs" / "design.md").read_text(encoding="utf-8").partition("## The modules")[2]
-    _, chart, table = text.partition("## What carries")[0].split("```")
-    files = [path for path in (REPO / "fedmpi").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
-    modules = {path.stem for path in files} - {"__init__", "__main__"}
-    cells = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
-    assert {name for cell in cells for name in re.findall(r"\w+", cell)} == modules
-    above = {"__version__"}
-    for line in chart.strip().splitlines():
-        names, _, sources = line.partition("<-")
-        here = set(re.findall(r"\w+", re.split(r" {6,}", names.strip())[0]))
-        above |= here
-        for module in here:
-            first, ever = imports_of(module)
-            assert first <= above, f"{module} imports what stands below it"
-            if "all of these" not in sources:
-                listed = set(re.findall(r"\w+", re.split(r" {3,}|, and", sources.strip())[0]))
-                assert listed <= ever, f"{module} does not import all that its line has"
-    assert above - {"__version__"} == modules
 
 
 @pytest.mark.parametrize("name", single_runs())

@@ -19,7 +19,7 @@ from conftest import BIN, REPO, rank_environment
 from shell import ALONE, sandbox
 
 from fedmpi import api
-from fedmpi.cli import main
+from fedmpi.commands import main
 from fedmpi.errors import UserError
 
 pytestmark = pytest.mark.timeout(300)

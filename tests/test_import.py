@@ -10,8 +10,9 @@ import pytest
 import torch
 from conftest import REPO, rank_environment
 
-from fedmpi import doctor, imports
-from fedmpi.env import Place
+from fedmpi.comm.env import Place
+from fedmpi.commands import doctor
+from fedmpi.plugins import torchvision as imports
 
 WITHOUT = """
 import sys
@@ -34,13 +35,13 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_package_needs_neither_mpi_nor_submitit() -> None:
-    everything = "from fedmpi import api, cli, compare, data, evaluate, feed, log, options, reduce, rounds, run, server"
+    everything = "from fedmpi import api, commands, data, rounds, server; from fedmpi.runs import log, measures, run"
     done = run(f"{WITHOUT}{everything}; print('imported')")
     assert done.stdout == "imported\n", done.stderr
 
 
 def test_asking_for_mpi_where_there_is_none_is_the_users_mistake() -> None:
-    ask = "from fedmpi.cli import main; sys.exit(main(['train', '--comm', 'mpi', '--out', '/nowhere/x']))"
+    ask = "from fedmpi.commands import main; sys.exit(main(['train', '--comm', 'mpi', '--out', '/nowhere/x']))"
     done = run(WITHOUT + ask)
     assert done.returncode == 2
     assert (
@@ -84,7 +85,7 @@ def test_a_torchvision_that_does_not_fit_is_found_with_the_fix(
     )
     plain = torch.__version__.partition("+")[0]
     assert f"pip install --force-reinstall torch=={plain} torchvision==0.99.1 --index-url " in found.cure
-    command = [sys.executable, "-m", "fedmpi.imports"]  # as launch/setup.sh asks
+    command = [sys.executable, "-m", "fedmpi.plugins.torchvision"]  # as launch/setup.sh asks
     done = subprocess.run(command, env=environ, cwd=REPO, capture_output=True, text=True, timeout=100)
     assert done.returncode == 1 and done.stderr == f"{found.text}; {found.cure}\n"
 

@@ -11,9 +11,10 @@ from shell import metrics
 
 from fedmpi.algorithms import ALGORITHMS
 from fedmpi.comm import SoloComm
-from fedmpi.env import Place
-from fedmpi.options import parse
-from fedmpi.run import prepare, run
+from fedmpi.comm.env import Place
+from fedmpi.runs.build import prepare
+from fedmpi.runs.options import parse
+from fedmpi.runs.run import run
 
 # Rounds, and the accuracy to reach in them where chance is 0.1; behind it, the best that was measured.
 REACHES = {

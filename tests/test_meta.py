@@ -18,17 +18,18 @@ from safetensors.torch import load_file
 from shell import CLASSES, metrics, sandbox, settings_of, tiny, train
 
 from fedmpi.algorithms import ALGORITHMS, MetaStep
+from fedmpi.clients.task import Task
+from fedmpi.clients.training import Start
 from fedmpi.comm import Comm
 from fedmpi.comm.threads import run_threads
-from fedmpi.config import Config, Local, Meta
 from fedmpi.data import Partition
 from fedmpi.errors import CommonError, UserError
-from fedmpi.ledger import Ledger
 from fedmpi.local import LocalResult, LocalRule
+from fedmpi.meta import take_meta_step
 from fedmpi.models import find_model
-from fedmpi.rounds import begin, take_meta_step
-from fedmpi.run import load_data, prepare
-from fedmpi.task import Task
+from fedmpi.rounds import begin, make_sums
+from fedmpi.runs.build import load_data, prepare
+from fedmpi.runs.config import Config, Local, Meta
 
 META = np.random.default_rng(1).choice(sum(SIZES), 23, replace=False)
 
@@ -129,9 +130,9 @@ def test_a_diverged_model_fails_on_every_rank_with_the_same_sentence(size: int, 
         else:
             task.feed.scale.mul_(1e9)  # a gradient is as large as the images are
         before = state.model_N.clone()
-        ledger = Ledger(comm, algo, task.layout, 5, "exact", len(SIZES))
+        sums = make_sums(plan(), algo, task, comm, state.model_N)
         with pytest.raises(CommonError) as told:
-            take_meta_step(replace(state, round=7), algo.meta, task, ledger.meta, comm)
+            take_meta_step(state.model_N, state.ints, 7, algo.meta, task, sums.meta, comm, task.layout.params)
         return str(told.value), torch.equal(before.nan_to_num(), state.model_N.nan_to_num())
 
     results = run_threads(size, work)
@@ -146,8 +147,9 @@ def test_a_diverged_model_fails_on_every_rank_with_the_same_sentence(size: int, 
 def test_an_algorithm_without_a_meta_step_has_no_memory_for_one() -> None:
     def work(comm: Comm) -> list[bool]:
         task = tasks(1)[0]
-        ledgers = [Ledger(comm, algorithm(meta=m), task.layout, 5, "exact", 7) for m in (None, MetaStep(0.1))]
-        return [ledger.meta is None for ledger in ledgers]
+        model_N, _ = task.start()
+        both = [make_sums(plan(), algorithm(meta=m), task, comm, model_N) for m in (None, MetaStep(0.1))]
+        return [sums.meta is None for sums in both]
 
     assert run_threads(1, work) == [[True, False]]
 
@@ -174,7 +176,7 @@ def test_every_client_trains_on_the_shared_samples_and_weighs_as_much_more() -> 
     assert task.partition.sizes.tolist() == [size + 3 for size in SIZES]
     start_N, ints = task.start()
     for cid in range(len(SIZES)):
-        job = task.job(start_N, ints, 1, cid, plan().work)
+        job = task.job(Start(start_N, ints, 1, cid, plan().work))
         an_epoch = [i for batch in list(job.batches())[: -(-(SIZES[cid] + 3) // 4)] for i in batch.samples.tolist()]
         assert sorted(an_epoch) == sorted([*dealt.of(cid).tolist(), 1, 4, 2])
 

@@ -17,11 +17,12 @@ import torch
 from conftest import need, rank_environment
 from shell import ALONE, CPU, metrics, sandbox
 
+from fedmpi.clients.feed import Batch
 from fedmpi.comm import SoloComm
-from fedmpi.config import Config, Eval, Local, Skew
 from fedmpi.data import Arrays, load
-from fedmpi.feed import Batch
-from fedmpi.run import Given, Outcome, load_data, make_task, prepare, run
+from fedmpi.runs.build import Given, load_data, make_task, prepare
+from fedmpi.runs.config import Config, Eval, Local, Skew
+from fedmpi.runs.run import Outcome, run
 
 RESNETS = ("resnet18-gn", "resnet18-bn")
 

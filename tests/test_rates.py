@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fedmpi.errors import UserError
 from fedmpi.local import Descent, LocalKnobs
-from fedmpi.rates import Rate, as_rate, make_rate
+from fedmpi.schedules import Rate, as_rate, make_rate
 
 SCHEDULES = st.one_of(
     st.just("constant"),

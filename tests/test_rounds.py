@@ -8,20 +8,22 @@ from dataclasses import replace
 import pytest
 import torch
 from federation import SIZES, algorithm, federate, norm_model, plain_model, plan, tasks
+from torch import Tensor
 
+from fedmpi.aggregate.sums import Accumulator, largest
+from fedmpi.clients.task import ModelJob, Task
+from fedmpi.clients.training import Start
 from fedmpi.cohort import draw
 from fedmpi.comm import Comm, SoloComm
 from fedmpi.comm.node import share_node
 from fedmpi.comm.threads import ThreadComm, run_threads
 from fedmpi.errors import CommonError, RunError, UserError
-from fedmpi.evaluate import evaluate
 from fedmpi.local import Channel, Job, LocalResult, LocalRule, fedgma2021, nova, scaffold, sgd
 from fedmpi.local.descent import Descent
-from fedmpi.masks import MASKS, MaskKnobs
-from fedmpi.rounds import State, begin, largest, rounds
+from fedmpi.masks import MASKS, Mask, MaskKnobs
+from fedmpi.rounds import State, begin, rounds
+from fedmpi.runs.measures.score import evaluate
 from fedmpi.server import RULES, Moments, ServerRule
-from fedmpi.tally import Tally
-from fedmpi.task import ModelJob, Task
 
 LENGTH = tasks(1)[0].layout.length
 PARAMS = tasks(1)[0].layout.params
@@ -94,7 +96,7 @@ def by_hand(mask: str, tau: float, without: int | None = None) -> tuple[torch.Te
     deltas, sizes = [], []
     for cid, samples in zip(cohort.cids, cohort.weights, strict=True):
         if cid != without:
-            job = task.job(start_N, ints, 1, cid, how.work)
+            job = task.job(Start(start_N, ints, 1, cid, how.work))
             deltas.append(job.finish(sgd(0.05, 0.9)(job)).delta_N.clone().double())
             sizes.append(samples)
     weights = torch.tensor(sizes, dtype=torch.float64)
@@ -153,7 +155,7 @@ def test_the_largest_integers_count_whoever_has_them() -> None:
 def test_pieces_of_a_slice_move_with_their_own_moments(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     algo = algorithm("gma", server, lr=0.1, momentum=0.5)
     whole, _ = federate(2, algo)
-    monkeypatch.setattr("fedmpi.reduce.PIECE", 4)
+    monkeypatch.setattr("fedmpi.aggregate.exchange.TILE", 4)
     pieces, _ = federate(2, algo)
     assert bits(pieces[0].model_N) == bits(whole[0].model_N)
     for name, moment in whole[0].moments.items():
@@ -258,9 +260,9 @@ def test_no_rank_ever_receives_a_full_tensor_of_sums_or_votes(monkeypatch: pytes
 def test_the_tally_is_all_that_a_rank_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory does not grow with the clients: one delta buffer a rank is used for all of them."""
     seen: set[int] = set()
-    add = Tally.add
+    add = Accumulator.add
     monkeypatch.setattr(
-        Tally, "add", lambda self, delta_N, *args: (seen.add(delta_N.data_ptr()), add(self, delta_N, *args))
+        Accumulator, "add", lambda self, delta_N, *args: (seen.add(delta_N.data_ptr()), add(self, delta_N, *args))
     )
     federate(1, algorithm(), plan(cohort=7))
     assert len(seen) == 1
@@ -345,10 +347,10 @@ def test_an_error_while_folding_ends_the_run_and_is_not_taken_for_a_clients(
 ) -> None:
     """Half a delta in the sums could not be taken back: to go on without the client would be silently wrong."""
 
-    def fold(self: Tally, *args: object) -> None:
+    def fold(self: Accumulator, *args: object) -> None:
         raise MemoryError("in the middle of a fold, as a test")
 
-    monkeypatch.setattr(Tally, "_fold", fold)
+    monkeypatch.setattr(Accumulator, "_add_tile", fold)
     with pytest.raises(MemoryError, match="in the middle of a fold"):
         federate(size, algorithm())
 
@@ -696,3 +698,20 @@ def test_a_client_that_is_left_out_has_downloaded_and_not_uploaded() -> None:
         _, reports = federate(size, algorithm(local=LocalRule(fails)), plan(rounds=1), plain_model)
         assert reports[0].dropped == (victim,)
         assert (reports[0].client_bytes_up, reports[0].client_bytes_down) == (4 * 444, 5 * 444)
+
+
+def test_a_mask_sees_the_normalised_mean_before_it_is_scaled_back() -> None:
+    """Mean, square and votes that a mask compares are of the same deltas; the mean steps come in at the server's."""
+    seen: list[Tensor] = []
+
+    def spied(votes_S: Tensor, clients: int, mean_S: Tensor, square_S: Tensor) -> Tensor:
+        seen.append(mean_S.clone())
+        return torch.ones_like(mean_S)
+
+    rule = LocalRule(lambda job: LocalResult(job.delta_P.fill_(0.5), steps=3.0), normalised=True)
+    algo = replace(algorithm(local=rule, lr=1.0), mask=Mask(spied, second_moment=True))
+    start = begin(tasks(1)[0], algo, SoloComm()).model_N
+    (state,), _ = federate(1, algo, plan(rounds=1))
+    params = tasks(1)[0].layout.params
+    assert torch.equal(torch.cat(seen), torch.full((params,), 0.5))
+    assert torch.allclose(state.model_N[:params] - start[:params], torch.tensor(1.5), atol=1e-6)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedmpi.errors import UserError
-from fedmpi.specs import form, read_spec
+from fedmpi.schedules import form, read_spec
 
 KNOWN = {"none": (), "pair": ("first", "second"), "maybe": ("last?",), "three": ("a", "b", "c?")}
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False)

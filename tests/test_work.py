@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedmpi.cohort import Work, full, make_share, round_half_up
 from fedmpi.errors import UserError
-from fedmpi.work import Work, full, make_share, round_half_up
 
 DRAWS = 4000
 UNEVEN = ["uniform:0.1,1", "uniform:0.01,0.02", "stragglers:0.5,0.1,0.3", "stragglers:1,0.2,0.2"]

@@ -1,4 +1,4 @@
-"""Write fedmpi/typed.py, the knobs of `fedmpi.train` for type checkers and editors, from the fields of `Config`:
+"""Write fedmpi/runs/typed.py, the knobs of `fedmpi.train` for type checkers and editors, from the fields of `Config`:
 
     python -m tests.typed
 """
@@ -9,10 +9,10 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from fedmpi.aliases import ALIASES
-from fedmpi.config import Config
+from fedmpi.runs.aliases import ALIASES
+from fedmpi.runs.config import Config
 
-FILE = Path(__file__).parents[1] / "fedmpi" / "typed.py"
+FILE = Path(__file__).parents[1] / "fedmpi" / "runs" / "typed.py"
 HEAD = '''"""The knobs of `fedmpi.train` for type checkers and editors. From config.py, by python -m tests.typed"""
 
 from __future__ import annotations

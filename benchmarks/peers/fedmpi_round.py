@@ -17,8 +17,8 @@ from typing import Any
 
 from common import gate, job
 
-from fedmpi import run
-from fedmpi.cli import main as command
+from fedmpi.commands import main as command
+from fedmpi.runs import run
 
 # Where a sample belongs: the innermost frame that has a row here, by file and, where one is named, function.
 WAITING = "waiting for the coordinator"
@@ -28,22 +28,21 @@ PLACES = (
     ("torch/nn/", "", "forward and backward"),
     ("fedmpi/models/", "", "forward and backward"),
     ("peers/common.py", "", "forward and backward"),
-    ("fedmpi/objective.py", "", "forward and backward"),
-    ("fedmpi/together.py", "", "forward and backward"),
-    ("fedmpi/task.py", "gradient", "forward and backward"),
-    ("fedmpi/feed.py", "", "feed"),
-    ("fedmpi/augment.py", "", "feed"),
-    ("fedmpi/task.py", "draw_batches", "feed"),
+    ("fedmpi/data/objective.py", "", "forward and backward"),
+    ("fedmpi/clients/together.py", "", "forward and backward"),
+    ("fedmpi/clients/task.py", "gradient", "forward and backward"),
+    ("fedmpi/clients/feed.py", "", "feed"),
+    ("fedmpi/clients/augment.py", "", "feed"),
+    ("fedmpi/clients/task.py", "draw_batches", "feed"),
     ("fedmpi/local/", "", "update"),
-    ("fedmpi/tally.py", "check", "fold"),
-    ("fedmpi/tally.py", "add", "fold"),
-    ("fedmpi/ledger.py", "", "fold"),
-    ("fedmpi/task.py", "", "begin and end of a client"),
-    ("fedmpi/rounds.py", "apply", "server"),
-    ("fedmpi/rounds.py", "sum_up", "report"),
-    ("fedmpi/reduce.py", "", "reduce"),
+    ("fedmpi/aggregate/sums.py", "agree", "wait"),
+    ("fedmpi/aggregate/sums.py", "", "fold"),
+    ("fedmpi/clients/task.py", "", "begin and end of a client"),
+    ("fedmpi/server.py", "", "server"),
+    ("fedmpi/masks.py", "", "server"),
+    ("fedmpi/rounds.py", "summarise", "report"),
     ("fedmpi/comm/base.py", "gather", "gather"),
-    ("fedmpi/rounds.py", "run_round", "wait"),  # the counts are summed here; the rest of it is next to nothing
+    ("fedmpi/aggregate/exchange.py", "", "reduce"),
 )
 
 

@@ -1,84 +1,27 @@
-"""Transports: `connect` finds the one that fits whoever launched this process."""
+"""Transports between ranks, shared memory on a node, and who launched this process (`env`).
+
+Names are imported when they are first used: `fedmpi.comm.env` alone does not import torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    from .base import Comm, Rows, Update, Wait, agreed, common_trouble, tell_all
+    from .node import share_node
+    from .solo import SoloComm
+    from .transports import agree_early, connect, pick
 
-from ..env import Place
-from ..errors import AgreedError, CommonError, UserError, unknown
-from .base import Comm, Rows, Update, Wait, agreed, common_trouble, tell_all
-from .node import share_node
-from .solo import SoloComm
+__all__ = ["Comm", "Rows", "Update", "Wait", "agreed", "common_trouble", "tell_all"]
+__all__ += ["SoloComm", "agree_early", "connect", "pick", "share_node"]
 
-__all__ = [
-    "Comm",
-    "Rows",
-    "SoloComm",
-    "Update",
-    "Wait",
-    "agree_early",
-    "agreed",
-    "common_trouble",
-    "connect",
-    "pick",
-    "share_node",
-    "tell_all",
-]
-
-TRANSPORTS = ("auto", "torch", "mpi")
-EARLY_SECONDS = 120.0  # for reading a command line, and the modules that it names
-
-T = TypeVar("T")
+_HOMES = {"SoloComm": "solo", "agree_early": "transports", "connect": "transports", "pick": "transports"}
+_HOMES |= {"share_node": "node"}
 
 
-def pick(which: str, place: Place) -> str:
-    """The transport for this launch: the one asked for; else solo alone, mpi under an MPI launcher, torch otherwise."""
-    if which not in TRANSPORTS:
-        raise unknown("transport (--comm)", which, TRANSPORTS)
-    if which == "mpi":
-        return "mpi"
-    if place.size == 1:
-        return "solo"
-    return "mpi" if which == "auto" and place.launcher == "mpi" else "torch"
-
-
-def agree_early(place: Place, over_mpi: bool, find: Callable[[], T]) -> T:
-    """What `find` returns, before the ranks are connected. Where they will be over MPI, one rank's mistake becomes that
-    of all: a rank that left without having started MPI would be waited for in vain."""
-    if not over_mpi or place.size == 1:
-        return find()
-    from .mpi import MpiComm, import_world
-
-    comm = MpiComm(import_world(place), EARLY_SECONDS, ends_mpi=True)
-    try:
-        with agreed(comm):
-            found = find()
-    except UserError as error:
-        comm.close()
-        raise AgreedError(str(error)) from None
-    except CommonError:
-        comm.close()
-        raise
-    comm.ends_mpi = False
-    comm.close()
-    return found
-
-
-def connect(which: str, place: Place, device: torch.device, timeout: float, environ: Mapping[str, str]) -> Comm:
-    """This rank's end of the transport `which` (auto, torch, mpi). Collective: returns when every rank has come.
-
-    Until `share_node` is called, ranks of one node send to each other too.
-    """
-    transport = pick(which, place)
-    if transport == "solo":
-        return SoloComm()
-    if transport == "mpi":
-        from .mpi import connect_mpi
-
-        return connect_mpi(place, timeout)
-    from .torch import connect_torch
-
-    return connect_torch(place, device, timeout, environ)
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'fedmpi.comm' has no attribute '{name}'")
+    return getattr(import_module(f"fedmpi.comm.{_HOMES.get(name, 'base')}"), name)

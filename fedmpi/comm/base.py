@@ -110,6 +110,10 @@ class Comm(ABC):
         shared = self.node.vector(slice_length) if self.node else None
         return torch.zeros(slice_length * self.size, device=device) if shared is None else shared
 
+    def own(self, x_N: Tensor) -> Tensor:
+        """Return this rank's slice of a padded vector, as a view."""
+        return x_N.view(self.size, -1)[self.rank]
+
     def exchange(self, *many: Rows) -> None:
         """Bring every rank's row for this rank within its reach: sent between nodes, already there on the same node."""
         for _ in self.stream(many):

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..env import Place, check_mpi_world
 from ..errors import RunError, UserError
 from .base import Comm, Wait
+from .env import Place, check_mpi_world
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -17,8 +17,8 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import Store, TCPStore
 
-from ..env import SECRET
 from ..errors import RunError
+from .env import SECRET
 
 SEAL_BYTES = 32
 

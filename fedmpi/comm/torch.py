@@ -30,9 +30,9 @@ import torch.distributed.nn.functional
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
-from ..env import SECRET, STORE, Place, rendezvous
 from ..errors import RunError, UserError
 from .base import Comm, Wait
+from .env import SECRET, STORE, Place, rendezvous
 from .sealed import SealedStore, serve
 
 ROLL_CALL_SECONDS = 5.0

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedmpi.data import cifar, femnist, glyphs, ood, shakespeare, tinyimagenet, vision
 from fedmpi.data.arrays import Arrays
 from fedmpi.data.holdout import check_weights, hold_out
 from fedmpi.data.looks import dress
 from fedmpi.data.own import Data, Datasets, as_data, load_own
+from fedmpi.data.sets import cifar, femnist, glyphs, ood, shakespeare, tinyimagenet, vision
 from fedmpi.data.splits import SPLITS, Ints, Partition, split
 from fedmpi.data.store import Source
 from fedmpi.errors import UserError, unknown

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from fedmpi.data.looks import Looks
+from fedmpi.data.objective import Objective, objective_of
 from fedmpi.errors import UserError
-from fedmpi.objective import Objective, objective_of
 
 Ints = npt.NDArray[np.int64]
 

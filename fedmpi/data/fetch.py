@@ -14,7 +14,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-from fedmpi.imports import import_torchvision
+from fedmpi.plugins.torchvision import import_torchvision
 
 PROBE_SECONDS = 8.0  # a cluster node often drops packets to the outside without an answer
 STALL_SECONDS = 30.0

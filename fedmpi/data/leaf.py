@@ -24,8 +24,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fedmpi.data.sets.vision import unpacked
 from fedmpi.data.store import Tensors
-from fedmpi.data.vision import unpacked
 from fedmpi.errors import UserError
 
 log = logging.getLogger("fedmpi")

@@ -21,10 +21,10 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from fedmpi.data.arrays import Arrays, Ints, offers
 from fedmpi.data.looks import Looks
+from fedmpi.data.objective import Objective, objective_of
 from fedmpi.data.store import moments
-from fedmpi.errors import UserError
-from fedmpi.objective import Objective, objective_of
-from fedmpi.plugins import call_with, import_path, one_line
+from fedmpi.errors import UserError, one_line
+from fedmpi.plugins import call_with, import_path
 
 log = logging.getLogger("fedmpi")
 

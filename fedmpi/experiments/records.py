@@ -7,9 +7,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ..config import Config, knobs, renamed
-from ..folder import CONFIG
-from ..schema import Goal
+from ..plugins.knobs import knobs
+from ..runs.config import Config, renamed
+from ..runs.folder import CONFIG
+from ..runs.schema import Goal
 
 DEFAULTS = {name: value for name, value in knobs(Config()).items() if not dataclasses.is_dataclass(value)}
 BEFORE: dict[str, Any] = {"local.clip": 0.0, "local.clip_update": 0.0}

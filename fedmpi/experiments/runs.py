@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..config import FREE
 from ..errors import UserError
-from ..folder import CONFIG, FINISHED, METRICS, read_json
-from ..metrics import SIDES, read_lines
-from ..schema import Damaged, Dealt, Finished, read, read_yaml
+from ..runs.config import FREE
+from ..runs.folder import CONFIG, FINISHED, METRICS, read_json
+from ..runs.metrics import SIDES, read_lines
+from ..runs.schema import Damaged, Dealt, Finished, read, read_yaml
 from .records import DEFAULTS, flat, read_goal
 
 SWEEP, PARTITION = "sweep.json", "partition.json"

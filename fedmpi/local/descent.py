@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..rates import Rate, as_rate
+from ..schedules import Rate, as_rate
 from .job import Job, LocalKnobs
 
 Pull = Callable[[Tensor, Tensor], object]

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ..errors import UserError, unknown
-from ..rates import Rate, as_rate
+from ..schedules import Rate, as_rate
 
 
 class Job(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..rates import Rate
+from ..schedules import Rate
 from .descent import Descent
 from .job import Job, LocalResult, LocalRule
 

@@ -19,8 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from ..aliases import squeezed
-from ..errors import UserError, unknown
+from ..errors import UserError, squeezed, unknown
 from ..plugins import call_with, import_path
 from .gru import gru
 from .lenet import cnn, lenet

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import UserError
-from .byhand import Layered, Network
-from .convpool import conv_pool_relu
+from .kernels.byhand import Layered, Network
+from .kernels.convpool import conv_pool_relu
 
 
 class LeNet(Layered):

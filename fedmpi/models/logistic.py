@@ -7,7 +7,7 @@ import math
 
 from torch import nn
 
-from .byhand import Layered, Network
+from .kernels.byhand import Layered, Network
 
 
 class Logistic(Layered, nn.Sequential):

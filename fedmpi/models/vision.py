@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import UserError, nearest
-from ..imports import import_torchvision
+from ..plugins.torchvision import import_torchvision
 
 
 def resnet18_gn(channels: int, height: int, width: int, classes: int) -> nn.Module:

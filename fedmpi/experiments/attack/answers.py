@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from ...data import Ints
-from ...errors import RunError, UserError
-from ...objective import Objective, cross_entropy, squared_error
-from ...plugins import one_line
+from ...data.objective import Objective, cross_entropy, squared_error
+from ...errors import RunError, UserError, one_line
 from .attackers import Floats
 from .rebuild import Rebuilt
 

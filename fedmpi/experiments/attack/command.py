@@ -24,15 +24,15 @@ import numpy as np
 from ... import __version__
 from ...api import undisturbed
 from ...cohort import draw
-from ...config import check_bounds, knob
+from ...comm.env import Place, available_cores
 from ...data import Ints
-from ...env import Place, available_cores
 from ...errors import UserError, reason, unknown
-from ...folder import ATTACK as ATTACK
-from ...folder import write
-from ...log import set_up
-from ...options import filled, make_parser
-from ...run import NOTHING, Given, settle
+from ...plugins.knobs import check_bounds, knob
+from ...runs.build import NOTHING, Given
+from ...runs.folder import ATTACK, write
+from ...runs.log import set_up
+from ...runs.options import filled, make_parser
+from ...runs.run import settle
 from ..runs import find_runs, read_run
 from .answers import Answers, ask, scored_loss
 from .attackers import Floats, cheapest, contest, generator, logistic

@@ -18,19 +18,18 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from ...checkpoint import digest
-from ...config import Config
+from ...clients.feed import Pair, make_feed
+from ...clients.task import choose_tests
 from ...data import DATASETS, Data, Ints, Partition
-from ...errors import FileError, UserError, reason
-from ...feed import Pair, make_feed
-from ...folder import FINISHED, MODEL
+from ...errors import FileError, UserError, one_line, reason
 from ...models import MODELS, find_model, make_model
-from ...options import from_values
-from ...plugins import one_line
-from ...run import USUAL, Given, few_samples, load_data, try_model
-from ...schema import Damaged, Dealt, opened, read
+from ...runs.build import USUAL, Given, few_samples, load_data, try_model
+from ...runs.checkpoint import digest
+from ...runs.config import Config
+from ...runs.folder import FINISHED, MODEL
+from ...runs.options import from_values
+from ...runs.schema import Damaged, Dealt, opened, read
 from ...seeds import torch_seed
-from ...task import choose_tests
 from ..runs import MOST_PARTITION, PARTITION, Run
 
 NEAR = 1e-3  # relative: another machine rounds otherwise

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ... import __version__
 from ...errors import UserError, reason
-from ...folder import check_writable, make, read_json, write
+from ...runs.folder import check_writable, make, read_json, write
 
 LIST, PAGE = "report.json", "index.html"
 FOLDERS = ("figures", "tables")

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from ... import __version__
-from ...config import check_bounds, knob
 from ...errors import UserError, unknown
-from ...folder import STARTS, read_json
-from ...options import filled, make_parser
-from ...schema import Environment, Start, read, records
+from ...plugins.knobs import check_bounds, knob
+from ...runs.folder import STARTS, read_json
+from ...runs.options import filled, make_parser
+from ...runs.schema import Environment, Start, read, records
 from ..runs import SWEEP, Group, Run, find_runs, group, pairing, read_sweep_record
 from ..sweep.pick import CHOSEN
 from ..tables import FORMS

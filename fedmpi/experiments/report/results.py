@@ -11,16 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..measures import (
-    Measure,
-    bytes_per_client,
-    client_bytes,
-    in_order,
-    mean_of,
-    measure,
-    total_bytes,
-    total_seconds,
-)
+from ..measures import Measure, bytes_per_client, client_bytes, in_order, mean_of, measure, total_bytes, total_seconds
 from ..records import DEFAULTS
 from ..runs import Group, counted, differences, pairing, word
 from ..stats import summarise

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ...cluster import Submission
-from ...cluster import check as check_submission
-from ...config import Config, check_bounds, knob
+from ...cluster.submit import Submission
+from ...cluster.submit import check as check_submission
 from ...errors import AGAIN, UserError, complain
-from ...options import filled, make_parser
+from ...plugins.knobs import check_bounds, knob
+from ...runs.config import Config
+from ...runs.options import filled, make_parser
 from ..runs import pairing
 from .grid import Point
 from .orders import LOGS, Todo, describe, keep, make_todo, so_far

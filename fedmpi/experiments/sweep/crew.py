@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...folder import FINISHED, holder
-from ...jobs import newest_checkpoint, stopped_well
+from ...cluster.status import newest_checkpoint, stopped_well
+from ...runs.folder import FINISHED, holder
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
 

@@ -14,8 +14,9 @@ from typing import Any
 
 import yaml
 
-from ...config import Config, knobs
 from ...errors import UserError
+from ...plugins.knobs import knobs
+from ...runs.config import Config
 
 Knobs = dict[str, Any]
 """values by the dotted names of their knobs"""

@@ -17,11 +17,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ... import folder
-from ...config import Config, knobs
 from ...errors import FileError, UserError
-from ...folder import CONFIG, FINISHED, read_json
-from ...options import from_values
+from ...plugins.knobs import knobs
+from ...runs import folder
+from ...runs.config import Config
+from ...runs.folder import CONFIG, FINISHED, read_json
+from ...runs.options import from_values
 from ..runs import IDLE, SWEEP, read_config, word
 from .grid import Point, Sweep, points
 from .pick import GIVEN_UP
@@ -112,7 +113,7 @@ def checked(point: Point, run: Path, local: bool, parsed: dict[str, Config], thr
     """The configuration of a point, with every name looked up, and with the `threads` of the sweep where it says none:
     bits depend neither on the machine nor on how many runs share it. A run that an older version began has those that
     it had. Knobs that were `parsed` are not parsed once more for another seed: that takes 50 ms."""
-    from ...run import prepare
+    from ...runs.build import prepare
 
     key = json.dumps(point.labels)
     try:

@@ -15,10 +15,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TextIO
 
+from ...cluster.status import JOB, duration, progress, states_of
 from ...errors import FileError, silence
-from ...folder import CONFIG, read_json
-from ...jobs import JOB, duration, progress, states_of
-from ...schema import read_yaml
+from ...runs.folder import CONFIG, read_json
+from ...runs.schema import read_yaml
 from ..records import flat
 from ..runs import pairing
 from .crew import last_words

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ...folder import FINISHED
+from ...runs.folder import FINISHED
 from ..measures import Measure, measure
 from ..runs import Run, is_run, read_run
 from .grid import Choose, Point, Stop, Sweep

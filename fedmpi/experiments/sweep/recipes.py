@@ -11,9 +11,9 @@ import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ...cluster import Nothing
+from ...cluster.submit import Nothing
 from ...errors import unknown
-from ...options import filled, is_sweep, make_parser, read_yaml, recipes
+from ...runs.options import filled, is_sweep, make_parser, read_yaml, recipes
 from .grid import points
 from .sweepfile import read_sweep
 

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...config import Config, knobs
 from ...errors import UserError
-from ...options import from_values, is_sweep, read_yaml, recipes
+from ...plugins.knobs import knobs
+from ...runs.config import Config
+from ...runs.options import from_values, is_sweep, read_yaml, recipes
 from ..runs import IDLE
 from .grid import Knobs, Point, Sweep, points
 from .sweepfile import read_sweep
@@ -49,7 +50,7 @@ def comparable(cfg: Config) -> Knobs:
 def make_reference(recipe: Sweep, chosen: Iterable[Point], known: Mapping[str, Config] | None = None) -> Reference:
     """Resolve what the file says of the labels of these points; `known` has configurations that are resolved already,
     by the name of the point. Labels whose runs need --set to be sound have no reference."""
-    from ...run import prepare
+    from ...runs.build import prepare
 
     of_file: dict[str, Point] = {}
     for point in points(recipe):

@@ -20,9 +20,9 @@ from typing import Any
 
 import yaml
 
-from ...config import Config, renamed
 from ...errors import UserError, nearest, unknown
-from ...options import check_keys, check_option, find_file, is_sweep, read_yaml, recipes, unknown_option
+from ...runs.config import Config, renamed
+from ...runs.options import check_keys, check_option, find_file, is_sweep, read_yaml, recipes, unknown_option
 from ..measures import measure
 from .grid import GROUPS, KNOWN, Choose, Knobs, Point, Stop, Sweep, Where, flat, label_of, points
 

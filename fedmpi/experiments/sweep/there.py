@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from ...array import submit_runs
-from ...cluster import Submission, end
+from ...cluster.arrays import submit_runs
+from ...cluster.status import SILENT, job_of
+from ...cluster.submit import Submission, end
 from ...errors import RunError, UserError
-from ...jobs import SILENT, job_of
 from .crew import told_to_end
 from .orders import Todo, note_given_up
 from .overview import AT_REST, Row, Screen, rows_of, summary

@@ -59,7 +59,7 @@ def draw_labels(counts: Ints, clients: int, labelled: bool, width: float) -> Fig
     """Who has how much of which class: bars of the first clients, or shades where they are many."""
     from matplotlib.figure import Figure
 
-    from fedmpi.picture import BAR, View, as_bars, draw_bars, draw_heat
+    from fedmpi.experiments.report.figures.split import BAR, View, as_bars, draw_bars, draw_heat
 
     view = View("", counts, clients, labelled, [])
     height = max(2.0, 1.2 * len(counts) * BAR + 1.0) if as_bars(view) else 4.2

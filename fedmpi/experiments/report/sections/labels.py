@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ....data import Ints
-from ....schema import Dealt, read
+from ....runs.schema import Dealt, read
 from ...runs import MOST_PARTITION, PARTITION, Run, word
 from ..figures import heat
 from ..figures.style import Picture

@@ -7,8 +7,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from ....schema import Attack, read
-from ...attack.command import ATTACK
+from ....runs.folder import ATTACK
+from ....runs.schema import Attack, read
 from ...runs import Group, look_up
 from ...stats import summarise, wilson
 from ...tables import Cell, Interval, Missing, Number, Table

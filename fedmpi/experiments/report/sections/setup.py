@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from ....folder import CONFIG
+from ....runs.folder import CONFIG
 from ...runs import Run
 from ...tables import Cell, Missing, Number, Table, show
 from ..page import Absent, Code, Fold, Items, Named, Part, Section

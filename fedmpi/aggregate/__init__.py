@@ -1,0 +1,1 @@
+"""The collective: from the updates of every rank's clients to the mean, the votes and the new model."""

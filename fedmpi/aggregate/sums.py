@@ -1,0 +1,330 @@
+"""What a rank accumulates over its clients: a weighted sum of their deltas, a sum of the signs (votes) and, where a
+mask reads them, a weighted sum of the squares; the same for every further vector (channel) that the client rule sends.
+An update is added and forgotten.
+
+N: the full padded vector.  Weights are whole numbers (a client's samples); `total` is the weight of the whole cohort as
+planned.
+
+Two kinds of sum:
+
+exact    int64 fixed point. A client contributes round(delta * weight / total * 2**44). Integers add up the same in any
+         order, so the sum is the same bits on any number of ranks, in any placement, over any transport. Resolution:
+         2**-44 (6e-14) of the mean, or 2**-53 of a delta where that is more. Range: |delta| < 2**17 (131072). The
+         weights of a cohort add up to at most `total`, so the sum stays below 2**61: it never wraps. A delta outside
+         the range makes its client unusable.
+float32  the sum of weight * delta in float32: half the bytes, and rounding that depends on the order. Weights are
+         whole numbers >= 1, so the product of a tiny delta never vanishes and its sign can be read off the product.
+         Range: |delta| * total < 1.7e38.
+
+Votes are counted from the delta itself, never from its rounded product, in int8 up to 127 clients in the cohort and
+int32 beyond (NCCL has no int16). Squares are summed like the deltas, in fixed point with a finer unit, 2**-53, because
+they are small: a delta of 1e-7 still counts. Where squares are summed, a parameter's delta must stay below 2**4.
+Elementwise work goes through the vector in tiles that fit the cache.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..cohort import Cohort
+from ..comm import Comm, Rows
+from ..errors import CommonError, UserError, unknown
+from ..flat import Layout
+from ..local import LocalResult, LocalRule
+from ..local.update import Update
+from .clock import Clock
+from .compress import Compressor
+from .tiling import tiles
+
+log = logging.getLogger("fedmpi")
+
+FRACTION_BITS = 44
+RANGE_BITS = 17
+SQUARE_FRACTION_BITS = 53
+SQUARE_RANGE_BITS = 4
+SUMS = ("exact", "float32")
+WIRES = ("float32", "bf16")
+UNIT = 2.0**40  # losses and steps are summed as whole numbers of 1 / UNIT: the same on any number of ranks
+MOST = 2.0**20  # of a loss, and of steps
+
+
+class Unusable(Exception):
+    """A client's result that cannot be averaged; the text says why."""
+
+
+def check_wire(kind: str, wire: str) -> None:
+    """Refuse a wire format that the kind of sum does not allow."""
+    if wire not in WIRES:
+        raise unknown("--wire", wire, WIRES)
+    if wire == "bf16" and kind != "float32":
+        raise UserError(
+            f"--wire bf16 rounds what travels, but --sum is {kind}, whose sums are whole numbers; add --sum float32, "
+            "or leave --wire at float32"
+        )
+
+
+class Accumulator:
+    """This rank's running sums of one vector per client over one round, a row per rank. Made once, reset every round.
+
+    Collective to make: the transport provides the memory, so that the rank that owns a slice can read its rows.
+    `squares` is the number of leading elements whose squares are summed; `wire` is what sums travel as.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        slice_length: int,
+        cohort: int,
+        kind: str,
+        device: torch.device | None = None,
+        votes: bool = True,
+        squares: int = 0,
+        wire: str = "float32",
+    ) -> None:
+        if kind not in SUMS:
+            raise unknown("sum", kind, SUMS)
+        check_wire(kind, wire)
+        self.exact, self.slice, self.squared = kind == "exact", slice_length, squares
+        number = torch.int64 if self.exact else torch.float32
+        self.sums = comm.rows(slice_length, number, device, torch.bfloat16 if wire == "bf16" else None)
+        self.votes = comm.rows(slice_length, torch.int8 if cohort <= 127 else torch.int32, device) if votes else None
+        self.squares = comm.rows(slice_length, number, device) if squares else None
+        self.travels = len(self.sums.shared or ()) < comm.size - 1
+        """whether any row is sent, not shared"""
+        self.reset(total=1)
+
+    @property
+    def rows(self) -> list[Rows]:
+        """The rows in use: sums, votes, squares."""
+        return [rows for rows in (self.sums, self.votes, self.squares) if rows is not None]
+
+    def reset(self, total: int) -> None:
+        """Clear all rows, for a cohort whose weights add up to `total`."""
+        if total < 1:
+            raise UserError(f"a cohort's weight is {total}; it must be at least 1: give every client a sample")
+        for rows in self.rows:
+            for row in rows.mine:
+                row.zero_()
+        self.total, self.weight, self.clients = total, 0, 0
+        self.deferred: tuple[Tensor, int] | None = None
+
+    @property
+    def limit(self) -> float:
+        """The bound that an element of a delta must stay below."""
+        if self.exact:
+            return float(2**RANGE_BITS)
+        return torch.finfo(torch.float32).max / 2 / self.total
+
+    def check(self, x: Tensor) -> None:
+        """Raise `Unusable` for a vector that cannot be averaged."""
+        check_range(x, self.limit, "")
+        if self.squares is not None:
+            most = float(2**SQUARE_RANGE_BITS) if self.exact else math.sqrt(self.limit)
+            check_range(x[: self.squared], most, " of a mask that reads the variance")
+
+    def add(self, x: Tensor, weight: int, defer: bool = False) -> None:
+        """Add one client's vector, which has passed `check`; elements beyond its end count as zero. With `defer` it is
+        counted but left for `fold`: x must stay unchanged until then. An error in here spoils the sums and ends the
+        run."""
+        if weight < 1 or self.weight + weight > self.total:
+            raise ValueError(f"weight {weight} on top of {self.weight} does not fit a cohort of {self.total}")
+        self.weight += weight
+        self.clients += 1
+        self.deferred = x, weight
+        if not defer:
+            self.fold(slice(0, self.slice))
+            self.deferred = None
+
+    def fold(self, bucket: slice) -> None:
+        """Add a bucket of the deferred vector to every row."""
+        if self.deferred is None:
+            return
+        x, weight = self.deferred
+        for rank, x_S in enumerate(torch.split(x, self.slice)):
+            for tile in tiles(bucket.start, min(bucket.stop, x_S.numel())):
+                self._add_tile(rank, tile, x_S[tile], weight)
+
+    def _add_tile(self, rank: int, tile: slice, x: Tensor, weight: int) -> None:
+        self._add_product(self.sums.mine[rank][tile], x, weight, FRACTION_BITS)
+        if self.votes is not None:
+            votes = self.votes.mine[rank][tile]
+            votes.add_(torch.sign(x).to(votes.dtype))
+        if self.squares is not None:
+            square = x.square().clamp_(max=float(4**SQUARE_RANGE_BITS)) if self.exact else x.square()
+            self._add_product(self.squares.mine[rank][tile], square, weight, SQUARE_FRACTION_BITS)
+
+    def _add_product(self, sums: Tensor, x: Tensor, weight: int, fraction_bits: int) -> None:
+        if self.exact:
+            sums.add_(x.double().mul_(weight / self.total * 2.0**fraction_bits).round_().to(torch.int64))
+        else:
+            sums.add_(x, alpha=float(weight))
+
+
+def check_range(x: Tensor, limit: float, why: str) -> None:
+    """Raise `Unusable` unless every element is a number below the limit."""
+    low, high = (float(v) for v in x.aminmax())
+    if math.isnan(low) or math.isinf(low) or math.isinf(high):
+        raise Unusable("its update holds NaN or infinity")
+    if not -limit < low <= high < limit:
+        raise Unusable(f"its update reaches {max(-low, high):.3g}, beyond the range of {limit:.3g}{why}")
+
+
+def check_declared(result: LocalResult, rule: LocalRule, params: int) -> None:
+    """Raise `Unusable` for other vectors, or vectors of another length, than the client rule declares."""
+    for what, given, declared in (
+        ("sends", result.sends, [channel.name for channel in rule.sends]),
+        ("keeps", result.keeps, rule.keeps),
+    ):
+        if set(given) != set(declared):
+            raise Unusable(f"it {what} {sorted(given)}, but its rule declares {sorted(declared)}")
+        for name, vector_P in given.items():
+            if vector_P.shape != (params,):
+                raise Unusable(f"it {what} a '{name}' of shape {tuple(vector_P.shape)}, not ({params},)")
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What the clients of all ranks delivered together: the same numbers on every rank."""
+
+    weight: int
+    loss: float
+    used: tuple[int, ...]
+    """the clients whose updates count"""
+    dropped: tuple[int, ...]
+    """the clients that were left out"""
+    ints: Tensor
+    """the elementwise maximum of the clients' integer buffers"""
+    steps: float = 1.0
+    """the weighted mean of the steps that a normalised rule divided by"""
+
+    @property
+    def clients(self) -> int:
+        """The number of clients whose updates count."""
+        return len(self.used)
+
+    def require(self, least: int, round: int) -> None:
+        """Raise an error, on every rank, where fewer clients than that delivered a usable update."""
+        if self.clients >= least:
+            return
+        dropped = ", ".join(map(str, self.dropped))
+        raise CommonError(
+            f"round {round}: {self.clients} of {self.clients + len(self.dropped)} clients delivered a usable update, "
+            f"but min_clients is {least}; left out: {dropped}. The logs of their ranks say why. If an update "
+            "or a loss is too large, try a lower --local.lr; scale numeric targets to about 1"
+        )
+
+
+class Sums:
+    """Everything this rank accumulates over a round: deltas, channels, the meta gradient, counts. Collective to make.
+
+    `clients` is the size of the federation, `cohort` that of a round. With `wire` bf16 the model is needed too: it then
+    travels like the sums of the deltas.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        layout: Layout,
+        rule: LocalRule,
+        *,
+        cohort: int,
+        clients: int,
+        kind: str = "exact",
+        squares: bool = False,
+        wire: str = "float32",
+        meta: bool = False,
+        device: torch.device | None = None,
+        model_N: Tensor | None = None,
+    ) -> None:
+        length = layout.padded(comm.size) // comm.size
+        self.comm, self.rule, self.layout, self.clients = comm, rule, layout, clients
+        squared = layout.params if squares else 0
+        self.deltas = Accumulator(comm, length, cohort, kind, device, squares=squared, wire=wire)
+        self.channels = {
+            channel.name: Accumulator(comm, length, cohort, "exact", device, votes=False) for channel in rule.sends
+        }
+        self.meta = Accumulator(comm, length, 1, "exact", device, votes=False) if meta else None
+        self.compressor: Compressor | None = None
+        if wire == "bf16" and model_N is not None:
+            self.compressor = Compressor(comm, self.deltas.sums, length, model_N)
+
+    def reset(self, cohort: Cohort, round: int, ints: Tensor) -> None:
+        """Start a round: clear the sums and the counts, start the clock."""
+        self.cohort, self.round, self.ints = cohort, round, ints
+        self.sent_before = self.comm.sent
+        self.counts = torch.zeros(3 + len(cohort.cids), dtype=torch.int64)
+        """the weight delivered, the weighted loss and steps in whole units, and a 1 per client that delivered"""
+        self.deltas.reset(cohort.total)
+        for channel in self.rule.sends:
+            self.channels[channel.name].reset(cohort.total if channel.to == "model" else self.clients)
+        self.clock = Clock("local")
+
+    def add(self, update: Update) -> bool:
+        """Add a client's update; one that cannot be averaged is left out, with a warning. Return whether it counts.
+
+        Where rows travel, the rank's last update is left for `fold`: so one bucket travels while the next is folded.
+        """
+        try:
+            self.check(update)
+        except Unusable as why:
+            log.warning("round %d: client %d left out: %s", self.round, update.cid, why)
+            return False
+        position = self.cohort.cids.index(update.cid)
+        weight, defer = self.cohort.weights[position], update.last and self.deltas.travels
+        self.deltas.add(update.delta_N, weight, defer)
+        for channel in self.rule.sends:
+            share = weight if channel.to == "model" else 1
+            self.channels[channel.name].add(update.result.sends[channel.name], share, defer)
+        share_of_all = weight / self.cohort.total * UNIT
+        steps = update.result.steps if self.rule.normalised else 1.0
+        self.counts[:3] += torch.tensor([weight, round(update.loss * share_of_all), round(steps * share_of_all)])
+        self.counts[3 + position] = 1
+        self.ints = torch.maximum(self.ints, update.ints)
+        return True
+
+    def check(self, update: Update) -> None:
+        """Raise `Unusable` for an update that cannot be averaged."""
+        result, steps = update.result, update.result.steps
+        if not abs(update.loss) < MOST:
+            raise Unusable(f"its training loss is {update.loss:g}")
+        if self.rule.normalised and not (isinstance(steps, int | float) and 0 < steps < MOST):
+            raise Unusable(f"its steps are {steps}, which must be a number between 0 and {MOST:.0f}")
+        check_declared(result, self.rule, self.layout.params)
+        for what, given in (("sends", result.sends), ("keeps", result.keeps)):
+            for name, vector_P in given.items():
+                if not bool(vector_P.isfinite().all()):
+                    raise Unusable(f"it {what} a '{name}' that holds NaN or infinity")
+        self.deltas.check(update.delta_N)
+        for name, accumulator in self.channels.items():
+            accumulator.check(result.sends[name])
+
+    def agree(self) -> Totals:
+        """Sum the counts over the ranks: who delivered, with what weight and loss. Collective."""
+        with self.clock("wait"):
+            self.comm.sum(self.counts)
+        weight, loss, steps, *delivered = self.counts.tolist()
+        cids = self.cohort.cids
+        used = tuple(cid for cid, mark in zip(cids, delivered, strict=True) if mark)
+        dropped = tuple(cid for cid, mark in zip(cids, delivered, strict=True) if not mark)
+        scale = self.cohort.total / max(weight, 1) / UNIT
+        return Totals(weight, loss * scale, used, dropped, largest(self.ints, self.comm), steps * scale)
+
+    def fold(self, bucket: slice) -> None:
+        """Add a bucket of the last client's vectors to the rows."""
+        for accumulator in (self.deltas, *self.channels.values()):
+            accumulator.fold(bucket)
+
+
+def largest(ints: Tensor, comm: Comm) -> Tensor:
+    """Return the elementwise maximum over the ranks of a few whole numbers. Collective."""
+    if not ints.numel():
+        return ints
+    rows = torch.zeros(comm.size, ints.numel(), dtype=torch.int64)
+    rows[comm.rank] = ints
+    comm.sum(rows)
+    return rows.amax(0)

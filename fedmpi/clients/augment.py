@@ -1,0 +1,69 @@
+"""Augmentation of training images: on the device, a batch at a time, drawn from a seed of the batch alone.
+
+crop:PIXELS   pad by that many black pixels on every side, and cut out a piece of the old size anywhere
+flip          left and right exchanged for half of the images
+crop:4+flip   both, in this order
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..errors import UserError
+from ..schedules import read_spec
+
+Augment = Callable[[Tensor, int], Tensor]
+"""(images [n, channels, height, width], seed) -> images of the same shape"""
+
+STEPS = {"crop": ("pixels",), "flip": (), "none": ()}
+MOST_PIXELS = 1024
+STREAM = 0x5EED_A06  # what layers draw under the same seed must not be the same numbers
+
+
+def make_augment(text: str, option: str = "--augment") -> Augment | None:
+    """The augmentation that a text describes; None where there is nothing to do."""
+    steps: list[Callable[[Tensor, torch.Generator], Tensor]] = []
+    for word in text.split("+"):
+        name, numbers = read_spec(option, word, STEPS)
+        if name == "crop":
+            pixels = numbers["pixels"]
+            if not 1 <= pixels <= MOST_PIXELS or pixels != int(pixels):
+                raise UserError(
+                    f"{option} is '{text}'; crop needs a whole number of pixels, at least 1, at most {MOST_PIXELS}"
+                )
+            steps.append(partial(crop, pixels=int(pixels)))
+        elif name == "flip":
+            steps.append(flip)
+    if not steps:
+        return None
+
+    def augment(images: Tensor, seed: int) -> Tensor:
+        rng = torch.Generator().manual_seed(seed ^ STREAM)  # on the CPU: the same draws on any device
+        for step in steps:
+            images = step(images, rng)
+        return images
+
+    return augment
+
+
+def crop(images: Tensor, rng: torch.Generator, pixels: int) -> Tensor:
+    """Each image moved by up to that many pixels either way, black where nothing was."""
+    n, channels, height, width = images.shape
+    top, left = torch.randint(2 * pixels + 1, (2, n), generator=rng).to(images.device)
+    padded = F.pad(images, (pixels,) * 4)
+    down, right = (torch.arange(side, device=images.device) for side in (height, width))
+    which = torch.arange(n, device=images.device).view(n, 1, 1, 1)
+    layer = torch.arange(channels, device=images.device).view(1, channels, 1, 1)
+    rows, columns = (top[:, None] + down).view(n, 1, height, 1), (left[:, None] + right).view(n, 1, 1, width)
+    return padded[which, layer, rows, columns]
+
+
+def flip(images: Tensor, rng: torch.Generator) -> Tensor:
+    """Half of the images, at random, seen in a mirror."""
+    mirrored = torch.randint(2, (len(images), 1, 1, 1), generator=rng).bool().to(images.device)
+    return torch.where(mirrored, images.flip(-1), images)

@@ -1,0 +1,233 @@
+"""`fedmpi status` and `fedmpi cancel`, for runs and for whole sweeps."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..cluster.status import JOB, Job, age, alive, in_words, jobs_of, look_at
+from ..cluster.submit import Nothing, cancel_jobs, kept, running_job, wait_until
+from ..errors import RunError, UserError, complain
+from ..experiments.runs import SWEEP, read_sweep_record, sweep_runs
+from ..experiments.sweep.orders import CONFIGS
+from ..experiments.sweep.overview import Row, lines_of, rows_of, summary, table
+from ..experiments.sweep.presence import processes
+from ..runs.folder import CONFIG, METRICS, STARTS, holder
+from ..runs.options import filled, make_parser
+
+R = TypeVar("R", bound="Runs")
+
+HOME, DEEPEST = Path("runs"), 3  # where runs are looked for, and how many folders below
+STATUS_ABOUT = (
+    "Show the status of runs: state, round, rounds a minute, time left, last lines of the error log. For the folder of "
+    "a sweep, one line per run. Without a folder, all runs and sweeps under runs/, newest first."
+)
+CANCEL_ABOUT = (
+    "End the jobs of runs, or all runs of a sweep. Their checkpoints are kept: the same command resumes from there."
+)
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Folders of runs and sweeps."""
+
+    runs: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Looked(Runs):
+    """What `status` is asked for."""
+
+    json: bool = False
+
+
+def folders(command: str, about: str, kind: type[R], arguments: list[str]) -> R:
+    """What a command on folders is asked for."""
+    parser = make_parser(f"fedmpi {command}", about, Nothing)
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="folder of a run or a sweep")
+    if kind is Looked:
+        parser.add_argument("--json", action="store_true", help="for programs: a list of JSON objects, one per run")
+    return filled(parser, kind, lambda: parser.parse_args(arguments))
+
+
+def is_sweep(folder: Path) -> bool:
+    return (folder / SWEEP).exists()
+
+
+# status
+
+
+def status(arguments: list[str]) -> int:
+    """`fedmpi status [RUN ...] [--json]`: how it stands with runs and sweeps."""
+    asked = folders("status", STATUS_ABOUT, Looked, arguments)
+    given = [Path(run) for run in asked.runs] or list(found_under(HOME))
+    if asked.json:
+        print(json.dumps([one for path in given for one in objects(path)], indent=2), flush=True)
+    elif not given:
+        print(f"no runs under {HOME}/ here; 'fedmpi train' and 'fedmpi sweep' write theirs there", flush=True)
+    elif not asked.runs:
+        print("\n".join(listed(given)), flush=True)
+    else:
+        seen = iter(look_at([path for path in given if not is_sweep(path)]))
+        print("\n\n".join(overview(path) if is_sweep(path) else in_words(next(seen)) for path in given), flush=True)
+    return 0
+
+
+def overview(home: Path) -> str:
+    """A sweep in a line for each run, and all of them in one."""
+    rows = asked_for(home)
+    rest = len(sweep_runs(home)) - len(rows)
+    more = f"\n{rest} more runs of the sweep's file were not asked for yet (--only)" if rest else ""
+    return f"{home}: sweep {read_sweep_record(home).get('name')}\n{table(rows, at_once(home))}{more}"
+
+
+def asked_for(home: Path) -> list[Row]:
+    """The runs of a sweep that some command has asked for: with a folder, or a configuration to start them with."""
+    there = [n for n in sweep_runs(home) if (home / n).exists() or (home / CONFIGS / f"{n}.yaml").exists()]
+    return rows_of(there, home)
+
+
+def at_once(home: Path) -> int:
+    """The runs of a sweep that are under way, one at least."""
+    return max(1, sum(holder(home / name) is not None for name in sweep_runs(home)))
+
+
+def objects(path: Path) -> list[dict[str, Any]]:
+    """Return the status of a run, or of each run of a sweep, for programs."""
+    if not is_sweep(path):
+        return look_at([path])
+    rows = asked_for(path)
+    begun = [row for row in rows if (path / row.name / CONFIG).exists() or (path / row.name / JOB).exists()]
+    seen = dict(zip((row.name for row in begun), look_at([path / row.name for row in begun]), strict=True))
+    waiting: dict[str, Any] = {"round": 0, "starts": 0, "checkpoint": None, "job": None, "error": []}
+    return [seen.get(r.name, waiting | {"run": str(path / r.name)}) | {"state": r.state, "why": r.why} for r in rows]
+
+
+def found_under(home: Path) -> Iterator[Path]:
+    """The runs and sweeps below a folder, newest first."""
+
+    def inside(folder: Path, deep: int) -> Iterator[Path]:
+        if is_sweep(folder) or (folder / CONFIG).exists() or (folder / JOB).exists():
+            yield folder
+        elif deep:
+            with suppress(OSError):
+                for one in sorted(folder.iterdir()):
+                    if one.is_dir() and not one.name.startswith(".") and not one.is_symlink():
+                        yield from inside(one, deep - 1)
+
+    yield from sorted(inside(home, DEEPEST), key=newest, reverse=True)
+
+
+def newest(folder: Path) -> float:
+    """When a run, or any run of a sweep, last wrote."""
+    runs = [folder, *(folder.glob("*/") if is_sweep(folder) else [])]
+    return max(age(run / name) for run in runs for name in (METRICS, STARTS, CONFIG, SWEEP, JOB))
+
+
+def listed(found: list[Path]) -> list[str]:
+    """A line for each run or sweep."""
+    runs = [path for path in found if not is_sweep(path)]
+    by_home: dict[Path, list[str]] = {}
+    for path in runs:
+        by_home.setdefault(path.parent, []).append(path.name)
+    rows = {
+        home / row.name: Row(**{**vars(row), "name": str(home / row.name)})
+        for home, names in by_home.items()
+        for row in rows_of(names, home)
+    }
+    texts = dict(zip(runs, lines_of([rows[path] for path in runs]), strict=True))
+    width = max(len(str(path)) for path in found)
+    return [texts.get(path) or f"{str(path).ljust(width)}  sweep, {brief(path)}" for path in found]
+
+
+def brief(home: Path) -> str:
+    """A sweep in a few words; why it cannot be read where that is so."""
+    try:
+        return summary(asked_for(home), at_once(home))
+    except UserError as error:
+        return str(error)
+
+
+# cancel
+
+
+def cancel(arguments: list[str]) -> int:
+    """`fedmpi cancel RUN [RUN ...]`: end the jobs of runs, and whatever runs of a sweep."""
+    asked = folders("cancel", CANCEL_ABOUT, Runs, arguments)
+    if not asked.runs:
+        raise UserError("cancel was given no run folder; name one or more: fedmpi cancel RUN [RUN ...]")
+    paths = [Path(run) for run in asked.runs]
+    jobs = {path: running_job(path) for path in paths if not is_sweep(path)}
+    for text in cancel_jobs(jobs) if jobs else []:
+        print(text, flush=True)
+    for path in paths:
+        if is_sweep(path):
+            cancel_sweep(path)
+    return 0
+
+
+def cancel_sweep(home: Path) -> None:
+    """End the processes that run a sweep, the jobs of its runs, and runs that nobody looks after any more."""
+    runs = [home / name for name in sweep_runs(home) if (home / name).is_dir()]
+    jobs: dict[Path, Job] = {}
+    for run, (job, facts) in zip(runs, jobs_of(runs), strict=True):
+        if facts is None:
+            raise RunError(f"Slurm does not answer about {job} of {run}; see whether 'sinfo' answers, then try again")
+        if job is not None and alive(run, job, facts):
+            jobs[run] = job
+    held = {run: owner for run in runs if run not in jobs and (owner := holder(run)) is not None}
+    local = end_processes(home) + (cancel_jobs(jobs) if jobs else [])
+    lone = {run: owner for run, owner in held.items() if holder(run) is not None and here(owner)}
+    for owner in lone.values():
+        tell(int(owner["pid"]))
+    wait_until(lambda: all(holder(run) is None for run in lone))
+    for run, owner in held.items():
+        how = "stopped" if holder(run) is None else "told to end when its round is done"
+        if holder(run) is not None and not here(owner):
+            how = f"runs on {owner.get('host')}: cancel it there"
+        local.append(f"{run}: {how}; {kept(run)}")
+    for text in local:
+        print(text, flush=True)
+    counts = Counter(row.state for row in asked_for(home))
+    states = ", ".join(f"{count} {state}" for state, count in counts.items()) or "no run begun"
+    if not local:
+        raise UserError(f"'{home}' has nothing that runs or waits in a queue: {states}")
+    print(f"{home}: {states}; the same 'fedmpi sweep' resumes it", flush=True)
+
+
+def end_processes(home: Path) -> list[str]:
+    """End the processes on this machine that run a sweep, with their runs; returns a line about each."""
+    found = processes(home)
+    for one in filter(here, found):
+        tell(int(one["pid"]))
+    wait_until(lambda: not any(here(one) for one in processes(home)))
+    left = [one["pid"] for one in processes(home)]
+    said = []
+    for one in found:
+        how = "told to end, and waiting for its runs" if one["pid"] in left else "ended"
+        who = f"{home}: the sweep's process {one['pid']}"
+        said.append(f"{who} {how}" if here(one) else f"{who} runs on {one['host']}: cancel it there")
+    return said
+
+
+def here(owner: Mapping[str, Any]) -> bool:
+    """Whether a process is on this machine."""
+    return owner.get("host") == socket.gethostname() and isinstance(owner.get("pid"), int)
+
+
+def tell(pid: int) -> None:
+    """Tell a process to end."""
+    try:
+        os.kill(pid, signal.SIGTERM)
+    except ProcessLookupError:
+        pass
+    except PermissionError:
+        complain(f"process {pid} belongs to somebody else")

@@ -1,0 +1,107 @@
+"""What is learned: the loss to descend and the metric to report. It belongs to the data, not to the model.
+
+Labels that are whole numbers are classes: one a sample, or one a position of a sequence, such as the next character.
+Labels that are not are numbers to come near to. A user's data may bring an `Objective` of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..errors import UserError, one_line
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A loss and a metric, as functions of a model's outputs and the labels."""
+
+    name: str
+    loss: Callable[[Tensor, Tensor, str], Tensor]
+    """(outputs, labels, "mean" or "sum") -> the loss, over all labels of the batch"""
+    metric: str
+    """what is reported, as test_<metric>"""
+    total: Callable[[Tensor, Tensor], Tensor]
+    """(outputs, labels) -> the metric, summed over all labels of the batch"""
+    rises: bool = True
+    """whether more of the metric is better"""
+    whole: bool = True
+    """whether labels are classes: what a split by labels needs"""
+
+    def __post_init__(self) -> None:
+        if not self.metric.isidentifier() or self.metric == "loss":
+            raise UserError(
+                f"an objective's metric is '{self.metric}'; it must be a name such as accuracy, and not loss: it is "
+                "reported as test_<metric>, beside test_loss"
+            )
+
+
+def cross_entropy(outputs: Tensor, labels: Tensor, reduction: str) -> Tensor:
+    """Of logits [..., classes] and labels [...]."""
+    return F.cross_entropy(outputs.flatten(0, -2), labels.flatten(), reduction=reduction)
+
+
+def count_right(outputs: Tensor, labels: Tensor) -> Tensor:
+    """How often the largest logit is that of the label."""
+    return (outputs.argmax(-1) == labels).sum()
+
+
+def squared_error(outputs: Tensor, labels: Tensor, reduction: str) -> Tensor:
+    """Of outputs with as many elements as the labels."""
+    return F.mse_loss(outputs.reshape(labels.shape), labels, reduction=reduction)
+
+
+def absolute_error(outputs: Tensor, labels: Tensor) -> Tensor:
+    """The sum of the distances."""
+    return (outputs.reshape(labels.shape) - labels).abs().sum()
+
+
+CLASSIFY = Objective("classification", cross_entropy, "accuracy", count_right)
+NEXT = Objective("next character", cross_entropy, "accuracy", count_right)
+REGRESS = Objective("regression", squared_error, "error", absolute_error, rises=False, whole=False)
+
+
+def objective_of(labels: Tensor) -> Objective:
+    """The usual objective for labels: regression where they are floating point, else classification."""
+    return REGRESS if labels.is_floating_point() else CLASSIFY
+
+
+def try_objective(objective: Objective, outputs: Tensor, labels: Tensor) -> None:
+    """Refuse an objective that raises, or returns anything but one number, for a model's outputs."""
+    calls: dict[str, Callable[[], object]] = {
+        "loss for 'mean'": lambda: objective.loss(outputs, labels, "mean"),
+        "loss for 'sum'": lambda: objective.loss(outputs, labels, "sum"),
+        "total": lambda: objective.total(outputs, labels),
+    }
+    for what, call in calls.items():
+        try:
+            made = call()
+        except (Exception, SystemExit) as error:
+            raise UserError(
+                f"objective '{objective.name}': its {what} raised {type(error).__name__}: {one_line(error)}"
+            ) from error
+        if not isinstance(made, Tensor) or made.numel() != 1:
+            given = f"a tensor {list(made.shape)}" if isinstance(made, Tensor) else type(made).__name__
+            raise UserError(
+                f"objective '{objective.name}': its {what} returned {given}; it must be a tensor of one number"
+            )
+
+
+def check_outputs(outputs: object, labels: Tensor, classes: int, objective: Objective, model: str) -> None:
+    """Refuse outputs of a model that do not fit the labels."""
+    if objective not in (CLASSIFY, NEXT, REGRESS):
+        return  # somebody's own: who knows what it takes
+    wanted = [*labels.shape, classes] if objective.whole else list(labels.shape)
+    if isinstance(outputs, Tensor):
+        more = objective.whole and list(outputs.shape[:-1]) == wanted[:-1] and outputs.shape[-1:] > (classes,)
+        fits = list(outputs.shape) == wanted or more or (not objective.whole and outputs.numel() == labels.numel())
+        given = f"a tensor {list(outputs.shape)}"
+    else:
+        fits, given = False, type(outputs).__name__
+    if not fits:
+        raise UserError(
+            f"model '{model}' returned {given} for {len(labels)} samples; {objective.name} needs a tensor {wanted}"
+        )

@@ -1,0 +1,1 @@
+"""The built-in data sets, one file each."""

@@ -1,0 +1,146 @@
+"""FEMNIST: handwritten characters with their writers, a natural federation of one client a writer.
+
+LEAF's own (62 classes, dark ink on a background of 1.0) is read where its json files lie in `femnist/train` and
+`femnist/test` under a root, or in `femnist/data/...` as in LEAF's repository. It is large to make, so there is a
+stand-in that can be downloaded: MNIST's digits, with the writers that QMNIST (Yadav and Bottou, 2019) traced back to
+the same collection of NIST. It has 539 writers to train and 297 others in the test set.
+
+QMNIST's label files: 12 bytes of header, then rows of big-endian int32: class, series of forms, writer, and more. Row i
+of the train file is MNIST's train image i; the first 10,000 rows of the test file are MNIST's test images.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fedmpi.data import leaf
+from fedmpi.data.arrays import Arrays
+from fedmpi.data.fetch import fetch_file
+from fedmpi.data.sets import vision
+from fedmpi.data.store import Source, Tensors, load
+from fedmpi.errors import UserError
+from fedmpi.plugins.torchvision import import_torchvision
+
+Rows = npt.NDArray[np.int32]
+
+SIDE = 28
+CLASSES = 62  # digits, capitals, small letters
+LABELS = {  # and the SHA-256 of what is in them, unpacked
+    "qmnist-train-labels-idx2-int": "bb1b6e1ec7b04fd5696f1ed50b5f58f8ef195118edd5c93c81783df9740b8ac5",
+    "qmnist-test-labels-idx2-int": "92d0ccb8c25f9c6534270fb4be7e1d24a1c6d315edfc8a638bfbd31c70f362dd",
+}
+LABELS_SIZE = 1_920_012
+
+
+def femnist(root: Path | None = None) -> Arrays:
+    """LEAF's FEMNIST (its digits alone have 10 classes), else MNIST by QMNIST's writers; the note says which."""
+    stored = load(femnist_source(root), root)
+    tensors = stored.tensors
+    highest = max(int(tensors[part].max()) for part in ("y", "test_y"))
+    note = ""
+    if not any(".json" in name for name in stored.sources):
+        writers = int(tensors["owner"].max()) + 1
+        note = f"MNIST's digits by QMNIST's {writers} writers, in place of LEAF's FEMNIST"
+    return stored.arrays("femnist", 10 if highest < 10 else CLASSES, note=note)
+
+
+def femnist_source(root: Path | None = None) -> Source:
+    """Where FEMNIST comes from."""
+    return Source(
+        "femnist",
+        version=1,
+        read=read,
+        find=find,
+        wanted="put the json files that LEAF makes (repository TalwalkarLab/leaf, data/femnist: ./preprocess.sh -s "
+        "niid --sf 1.0 -t user) into {root}/femnist/train and {root}/femnist/test; or, to stand in for them, MNIST's "
+        "four files into {root}/MNIST/raw and "
+        f"{' and '.join(f'{name}[.gz]' for name in LABELS)} into {{root}}/QMNIST/raw",
+        fetch=fetch,
+    )
+
+
+def find(base: Path) -> list[Path]:
+    """LEAF's files, else MNIST's four and QMNIST's two."""
+    if files := leaf.find(base, "femnist"):
+        return files
+    digits = vision.find_files([base / "MNIST" / "raw"])
+    labels = [file for name in LABELS if (file := label_file(base, name)) is not None]
+    return [*digits, *labels] if digits and len(labels) == len(LABELS) else []
+
+
+def label_file(base: Path, name: str) -> Path | None:
+    """A label file of QMNIST, unpacked before packed, where it is there."""
+    plain = base / "QMNIST" / "raw" / name
+    return next((file for file in (plain, plain.with_name(f"{name}.gz")) if file.is_file()), None)
+
+
+def read(files: list[Path]) -> Tensors:
+    """The tensors of either source's files."""
+    return leaf.read(files, convert) if ".json" in files[0].name else read_digits(files[:4], files[4:])
+
+
+def convert(x: list[Any], y: list[Any]) -> leaf.Piece:
+    """A writer's images as bytes, and their classes."""
+    for image in x:
+        if not isinstance(image, list) or len(image) != SIDE * SIDE:
+            given = f"list of {len(image)}" if isinstance(image, list) else type(image).__name__
+            raise ValueError(f"a {given} for a sample, and not a list of {SIDE * SIDE} numbers")
+    try:
+        pixels, labels = np.asarray(x), np.asarray(y)
+    except ValueError as error:  # lists in lists
+        raise ValueError("samples or labels that are not plain numbers") from error
+    if pixels.ndim != 2 or pixels.dtype.kind not in "fiu":
+        raise ValueError("samples that are not all numbers")
+    if not ((pixels >= 0) & (pixels <= 1)).all():  # nan, too, is not in between
+        raise ValueError(f"numbers from {pixels.min():g} to {pixels.max():g}, and not from 0 to 1")
+    if labels.ndim != 1 or labels.dtype.kind not in "iu" or not 0 <= labels.min() <= labels.max() < CLASSES:
+        raise ValueError(f"labels that are not whole numbers from 0 to {CLASSES - 1}")
+    images = np.rint(pixels * 255).astype(np.uint8)
+    return images.reshape(-1, 1, SIDE, SIDE), labels.astype(np.int64)
+
+
+def read_digits(digit_files: list[Path], label_files: list[Path]) -> Tensors:
+    """MNIST's tensors, each train sample with its writer."""
+    tensors = vision.read_files(digit_files, vision.PUBLISHED["MNIST"])
+    writers = []
+    for path, sha256, part in zip(label_files, LABELS.values(), ("y", "test_y"), strict=True):
+        labels = tensors[part].numpy()
+        rows = read_rows(path, sha256)[: len(labels)]
+        if not np.array_equal(rows[:, 0], labels):
+            raise UserError(f"{path} does not belong to the digits of MNIST: its classes are others; replace both")
+        writers.append(rows[:, 2])
+    train, test = writers
+    if both := np.intersect1d(train, test).tolist():
+        raise UserError(f"{label_files[1]} has writer {both[0]}, who is also in {label_files[0].name}; replace both")
+    owner = np.unique(train, return_inverse=True)[1].astype(np.int64)
+    return tensors | {"owner": torch.from_numpy(owner)}
+
+
+def read_rows(path: Path, sha256: str) -> Rows:
+    """The rows of a label file of QMNIST, which must be the published one where it has that one's size."""
+    data = vision.unpacked(path)
+    if len(data) == LABELS_SIZE and hashlib.sha256(data).hexdigest() != sha256:
+        raise UserError(f"{path} is damaged: its SHA-256 is not that of the published file; replace it by the original")
+    kind, rows, columns = struct.unpack(">3I", data[:12]) if len(data) >= 12 else (0, 0, 0)
+    if kind != 0x0C02 or columns < 3 or len(data) - 12 != 4 * rows * columns:  # 0C: int32, 02: two axes
+        raise UserError(f"{path} is not a label file of QMNIST, or is cut short; replace it by the original file")
+    return np.frombuffer(data, dtype=">i4", offset=12).reshape(rows, columns).astype(np.int32)
+
+
+def fetch(base: Path) -> None:
+    """Download what is missing of the stand-in to where torchvision would put it."""
+    if not vision.find_files([base / "MNIST" / "raw"]):
+        vision.fetch(vision.MNIST, base)
+    resources = import_torchvision().datasets.QMNIST.resources
+    known = {url.rsplit("/", 1)[-1]: (url, md5) for part in resources.values() for url, md5 in part}
+    for name in LABELS:
+        if label_file(base, name) is None:
+            url, md5 = known[f"{name}.gz"]
+            fetch_file([url], base / "QMNIST" / "raw" / f"{name}.gz", md5)

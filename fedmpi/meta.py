@@ -1,0 +1,57 @@
+"""The meta step of FedMeta (Yao et al., 2019, section 3.2): after the server's step, w -= lr * gradient of the mean
+loss on a small set that was held out of training."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .aggregate.exchange import averaged
+from .aggregate.sums import Accumulator, Unusable
+from .aggregate.tiling import even_slices
+from .algorithms import MetaStep
+from .comm import Comm
+from .errors import CommonError
+
+
+class MetaSet(Protocol):
+    """The held-out set, as the meta step needs it: see `rounds.Clients`."""
+
+    @property
+    def meta_size(self) -> int: ...
+
+    def meta_gradient(self, model_N: Tensor, ints: Tensor, block: slice, round: int) -> Tensor: ...
+
+
+def take_meta_step(
+    model_N: Tensor, ints: Tensor, round: int, step: MetaStep, data: MetaSet, sums: Accumulator, comm: Comm, params: int
+) -> None:
+    """Move the model in place. Collective.
+
+    The set is cut into blocks that go round the ranks, and their gradients are summed exactly: the same bits on any
+    number of ranks.
+    """
+    sums.reset(data.meta_size)
+    bad = torch.zeros(1, dtype=torch.int64)
+    for number, block in enumerate(even_slices(data.meta_size, step.batch)):
+        if number % comm.size == comm.rank:
+            gradient_P = data.meta_gradient(model_N, ints, block, round)
+            try:
+                sums.check(gradient_P)
+            except Unusable:
+                bad += 1
+                continue
+            sums.add(gradient_P, block.stop - block.start)
+    comm.sum(bad)
+    if bad:
+        raise CommonError(
+            f"round {round}: the gradient on the meta set is not a number or beyond {sums.limit:g}: the model has "
+            "diverged; lower --meta.lr, --server.lr or --local.lr"
+        )
+    comm.exchange(*sums.rows)
+    for part in averaged(comm, sums, params, sums.total):
+        if part.start < params:
+            model_N[part.start : part.stop].sub_(part.mean.mul_(step.lr))
+    comm.gather(model_N)

@@ -1,0 +1,1 @@
+"""Hand-written kernels for small models on CPUs."""

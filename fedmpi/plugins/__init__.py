@@ -1,0 +1,98 @@
+"""A user's own rules and masks: `package.module:name` wherever the name of a rule, a mask or an algorithm stands.
+
+What is named is a function of the knobs that returns the rule, as the rows of our own tables are. The folder in which
+the command was started is looked into last, so a file `mine.py` there is `mine`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..errors import UserError, nearest, one_line, raised, unknown
+
+
+def find(kind: str, name: str, table: Mapping[str, Any], knobs: Any) -> Any:
+    """What the row of that name, or the function at that import path, makes of the knobs."""
+    if ":" not in name:
+        if name not in table:
+            raise unknown(kind, name, table, own=True)
+        return table[name](knobs)
+    make = import_path(kind, name)
+    if not callable(make):
+        raise UserError(f"{kind} '{name}' is {type(make).__name__}; it must be a function of the knobs")
+    try:
+        made = make(knobs)
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UserError(
+            f"{kind} '{name}' raised {raised(error)} when it was given its knobs; "
+            f"it must take one argument, a {type(knobs).__name__}, and return what docs/own-algorithm.md describes"
+        ) from error
+    return made
+
+
+def refuse(kind: str, name: str, made: Any, valid: str) -> UserError:
+    """The error for a function of the knobs that returns something else than it should."""
+    return UserError(
+        f"{kind} '{name}' returned {type(made).__name__}; it must return {valid}: see docs/own-algorithm.md"
+    )
+
+
+def import_path(kind: str, path: str) -> Any:
+    """What `package.module:name` names; a `UserError` tells which part of it is not there."""
+    module_name, _, attribute = path.partition(":")
+    if not module_name or not attribute or "/" in path or module_name.endswith(".py"):
+        raise UserError(f"{kind} '{path}' is no import path; write package.module:name, with dots and without .py")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    from .torchvision import ready_torchvision  # not earlier: it imports torch
+
+    ready_torchvision()  # which a user's module may import
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module_name == error.name or module_name.startswith(error.name + ".")):
+            raise UserError(
+                f"{kind} '{path}': there is no module '{error.name}'; start in the folder that holds it, install it, "
+                "or add its folder to PYTHONPATH"
+            ) from None
+        raise UserError(f"{kind} '{path}': its module needs '{error.name}', which is not installed") from error
+    except (Exception, SystemExit) as error:
+        raise UserError(
+            f"{kind} '{path}': importing its module raised {type(error).__name__}: {one_line(error)}"
+        ) from error
+    if not hasattr(module, attribute):
+        near = nearest(attribute, vars(module))
+        hint = f"; did you mean '{near}'?" if near else ""
+        raise UserError(f"{kind} '{path}': module '{module_name}' has no '{attribute}'{hint}")
+    return getattr(module, attribute)
+
+
+def call_with(kind: str, name: str, make: Callable[..., Any], offers: Mapping[str, Any]) -> Any:
+    """What a function makes of those of the offers that its parameters name. Parameters with a default may be called
+    anything; others must be among the offers."""
+    if not callable(make):
+        raise UserError(f"{kind} '{name}' is {type(make).__name__}; it must be a function or a class")
+    try:
+        parameters = inspect.signature(make).parameters.values()
+    except ValueError:  # some built-in functions have none
+        parameters = {}.values()
+    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    strange = [p.name for p in named if p.name not in offers and p.default is p.empty]
+    if strange:
+        raise UserError(
+            f"{kind} '{name}' asks for {', '.join(strange)}; there is {', '.join(offers) or 'nothing'} to ask for by "
+            "these names, and other parameters need a default"
+        )
+    try:
+        return make(**{p.name: offers[p.name] for p in named if p.name in offers})
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UserError(f"{kind} '{name}' raised {raised(error)}") from error

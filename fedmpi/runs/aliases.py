@@ -1,0 +1,187 @@
+"""Names that people know from other tools, and the options here that they stand for.
+
+One table for the command line and for the keywords of `fedmpi.train`; docs/guide.md shows it. A configuration file has
+the real names only, so that a run's config.yaml reads the same whoever wrote the command.
+
+A name is looked up whatever its case, its `-` and its `_`. Options of a group are also found by `GROUP_NAME`
+(`--local_lr`, `--eval-every`), and those of the client by `client_NAME`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ..errors import UserError, nearest, squeezed
+from ..plugins.knobs import knobs
+from .config import RENAMED, Config
+
+ALIASES: dict[str, tuple[str, ...]] = {
+    "local.lr": ("lr", "learning_rate", "eta_l"),
+    "local.epochs": ("epochs", "local_ep", "num_epochs"),
+    "local.steps": ("num_steps",),
+    "local.batch": ("batch_size", "batch", "bs", "local_bs", "local_batch_size", "client_batch_size"),
+    "local.mu": ("mu", "prox_mu", "proximal_mu"),
+    "local.weight_decay": ("weight_decay", "wd"),
+    "local.clip": ("clip_grad", "grad_clip", "max_grad_norm"),
+    "local.rule": ("client_optimizer", "local_optimizer"),
+    "server.lr": ("server_lr", "global_lr", "server_learning_rate", "eta_g"),
+    "server.rule": ("server_optimizer",),
+    "server.b1": ("beta1",),
+    "server.b2": ("beta2",),
+    "server.eps": ("eps",),
+    "skew.alpha": ("alpha", "dirichlet_alpha", "dir_alpha", "partition_alpha"),
+    "skew.classes": ("classes_per_client", "num_classes_per_client", "shards_per_client"),
+    "algorithm": ("alg", "algo", "strategy", "method"),
+    "data": ("dataset", "data_name"),
+    "data_root": ("data_dir", "data_path", "data_folder"),
+    "split": ("partition", "partitioner", "partition_method"),
+    "model": ("arch", "net", "network", "model_name"),
+    "clients": ("num_clients", "n_clients", "total_clients", "num_users", "n_parties", "client_num_in_total"),
+    "cohort": ("clients_per_round", "num_clients_per_round", "client_num_per_round", "sampled_clients", "cohort_size"),
+    "min_clients": ("min_fit_clients",),
+    "rounds": ("num_rounds", "n_rounds", "comm_round", "comm_rounds", "communication_rounds", "global_rounds"),
+    "tau": ("threshold", "gma_tau", "mask_tau"),
+    "seed": ("random_seed",),
+    "out": ("output", "output_dir", "out_dir", "save_dir", "run_dir"),
+    "workers": ("num_workers",),
+    "threads": ("num_threads",),
+    "eval.every": ("test_every", "eval_interval", "eval_freq", "frequency_of_the_test"),
+    "eval.batch": ("test_batch_size",),
+    "checkpoint.every": ("save_every", "checkpoint_interval"),
+    "log_to": ("logger", "report_to"),
+}
+"""real name -> names that are accepted for it"""
+
+HINTS: dict[str, str] = {
+    "momentum": "--local.momentum is the clients', --server.momentum the server's",
+    "optimizer": "--local.rule is the clients' optimizer, --server.rule the server's; --algorithm sets both",
+    "optim": "--local.rule is the clients' optimizer, --server.rule the server's; --algorithm sets both",
+    "scheduler": "--local.schedule and --server.schedule change a learning rate over the rounds",
+    "lr_scheduler": "--local.schedule and --server.schedule change a learning rate over the rounds",
+    "beta": "--skew.alpha is the concentration of split dirichlet, --skew.beta that of split quantity, --server.b1 and "
+    "--server.b2 are the decays of the server's moments",
+    "eta": "--local.lr is the clients' learning rate, --server.lr the server's",
+    "fraction": "--cohort is the number of clients per round, not a fraction of them",
+    "frac": "--cohort is the number of clients per round, not a fraction of them",
+    "fraction_fit": "--cohort is the number of clients per round, not a fraction of them",
+    "participation": "--cohort is the number of clients per round, not a fraction of them",
+    "sample_ratio": "--cohort is the number of clients per round, not a fraction of them",
+    "iid": "write --split iid",
+    "noniid": "write --split classes or --split dirichlet --skew.alpha 0.1",
+    "backend": "--comm is the transport (torch or mpi); torch takes gloo on a CPU and NCCL on a GPU",
+    "gpu": "write --device cuda or --device cuda:N",
+    "gpus": "write --device cuda; a rank has one GPU, so start as many ranks as there are GPUs",
+    "cuda": "write --device cuda or --device cuda:N",
+    "wandb": "write --log_to wandb",
+    "mlflow": "write --log_to mlflow",
+    "tensorboard": "write --log_to tensorboard",
+    "log_dir": "--out is the run folder, --log_to names the tools that follow a run",
+}
+"""names that may mean several options, or none, and what to write instead"""
+
+SYNONYMS: dict[str, dict[str, str]] = {
+    "data": {"fashionmnist": "fmnist"},
+    "mask": {"none": "mean", "avg": "mean", "average": "mean"},
+    "split": {"dir": "dirichlet", "lda": "dirichlet", "shards": "classes", "pathological": "classes"},
+}
+"""values by which other tools know what is here under another name; case, - and _ do not count anyway"""
+
+UNCLEAR: dict[str, dict[str, str]] = {
+    "split": dict.fromkeys(
+        ("noniid", "label", "labels", "labelskew", "hetero"),
+        "write classes (a few classes per client: --skew.classes) or dirichlet (--skew.alpha)",
+    ),
+    "algorithm": {
+        "fedgma": "gradient masked averaging is a mask: write --mask gma, with any algorithm",
+        "gma": "gradient masked averaging is a mask: write --mask gma, with any algorithm",
+        "fedopt": "write fedadam, fedyogi or fedadagrad",
+    },
+}
+"""values that may mean several, and what to write instead"""
+
+
+@functools.cache
+def names() -> dict[str, str]:
+    """Every accepted name of an option, squeezed, and the real name that it stands for."""
+    found: dict[str, str] = {}
+    for real in knobs(Config()):
+        group, dot, name = real.partition(".")
+        found |= {f"{group}_{name}": real} if dot else {}
+        found |= {f"client_{name}": real} if group == "local" and dot else {}
+    found |= RENAMED | {alias: real for real, aliases in ALIASES.items() for alias in aliases}
+    found |= {real: real for real in (*knobs(Config()), "config", "print_config")}
+    return {squeezed(name): real for name, real in found.items()}
+
+
+def real_name(given: str) -> str | None:
+    """The option that a name stands for; None where it is none, or not clear which."""
+    return names().get(squeezed(given))
+
+
+def advice(given: str, dashes: str, roughly: bool = False) -> str | None:
+    """What to write instead of a name that is no option, where other tools have it, or `roughly` have it; with these
+    `dashes` in front."""
+    name = squeezed(given)
+    own = name.rpartition(".")[2]
+    hints = {squeezed(known): hint for known, hint in HINTS.items()}
+    real = names().get(name) or names().get(own)
+    if roughly:
+        real = names().get(nearest(name, names()) or "")
+    return hints.get(name) or hints.get(own) or (f"did you mean '{dashes}{real}'?" if real else None)
+
+
+def real_options(arguments: Iterable[str]) -> list[str]:
+    """A command line with the real names of its options, and `true` for a switch that is given alone."""
+    words = list(arguments)
+    switches = {name for name, value in knobs(Config()).items() if isinstance(value, bool)}
+    found = []
+    for word, following in zip(words, [*words[1:], "--"], strict=False):
+        option, equals, value = word.partition("=")
+        real = real_name(option) if option.startswith("--") else None
+        if real in switches and not equals and following.startswith("--"):
+            equals, value = "=", "true"
+        found.append(f"--{real}{equals}{value}" if real else word)
+    return found
+
+
+def real_keywords(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords by the real names of their options, those of a group in its dict; refuses an option given twice."""
+    found: dict[str, Any] = {}
+    given: dict[str, str] = {}
+    for name, value in values.items():
+        real = real_name(name) or name
+        group, _, own = real.rpartition(".")
+        inner = dict(value) if isinstance(value, Mapping) else value
+        twice = [f"{real}.{key}" for key in inner] if isinstance(inner, dict) else [real]
+        for one in twice:
+            if one in given:
+                raise UserError(f"{given[one]} and {name} are the same option, {one}; give one of them")
+            given[one] = name
+        if not group:
+            both = isinstance(found.get(real), dict) and isinstance(inner, dict)
+            found[real] = found[real] | inner if both else inner
+        elif isinstance(found.setdefault(group, {}), dict):
+            found[group][own] = inner
+    return found
+
+
+def chosen(group: Any) -> Any:
+    """A group of options as a dict of those that differ from their defaults; anything else as it is."""
+    if not dataclasses.is_dataclass(group) or isinstance(group, type):
+        return group
+    usual = type(group)()
+    return {k: v for k, v in dataclasses.asdict(group).items() if v != getattr(usual, k)}
+
+
+def real_value(option: str, given: str, known: Iterable[str]) -> str:
+    """The row of a table that a value names, whatever its case; the value itself where there is none, or several."""
+    table = {squeezed(name): name for name in known}
+    key = squeezed(given)
+    if given in table.values() or ":" in given:
+        return given
+    if key in UNCLEAR.get(option, {}):
+        raise UserError(f"--{option} '{given}' is not clear; {UNCLEAR[option][key]}")
+    return table.get(key) or SYNONYMS.get(option, {}).get(key, given)

@@ -1,0 +1,421 @@
+"""From a configuration to what a run is made of: the algorithm, the data and their split, the model on a device.
+
+Everything that needs neither data nor other ranks is checked by `prepare`; what depends on the data, by `load_data` and
+`make_task`. Every mistake is a `UserError`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+import tempfile
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..aggregate.sums import SUMS, WIRES, check_wire
+from ..algorithms import ALGORITHMS, Algorithm, MetaStep, Row, check_row, combine, find_row
+from ..clients.augment import make_augment
+from ..clients.execution import Path as StepPath
+from ..clients.execution import try_path
+from ..clients.feed import make_feed
+from ..clients.task import Task
+from ..clients.together import Together
+from ..cohort import Work, make_share
+from ..data import (
+    DATASETS,
+    SPLITS,
+    Arrays,
+    Data,
+    Ints,
+    Partition,
+    check_weights,
+    dress,
+    find_data,
+    hold_out,
+    load,
+    split,
+)
+from ..data.objective import check_outputs, try_objective
+from ..data.splits import OWNERS
+from ..errors import RunError, UserError, one_line, unknown
+from ..local import LocalKnobs, LocalRule, make_local
+from ..local.fedgma2021 import GRADIENTS
+from ..local.memory import Memory
+from ..local.scaffold import OPTIONS
+from ..masks import MASKS, make_mask
+from ..models import MODELS, ModelRow, find_model, make_model
+from ..rounds import Plan
+from ..schedules import make_rate
+from ..seeds import torch_seed
+from ..server import VARIANTS, ServerKnobs, ServerRule, make_server
+from .aliases import real_value
+from .config import Config, Local, Meta, Server, check
+from .log import sink_names
+from .measures import measure_names
+from .trial import try_algorithm
+
+log = logging.getLogger("fedmpi")
+
+T = TypeVar("T")
+
+USUAL = {"images": "lenet", "sequences": "gru", "numbers": "logistic"}
+LABELLED = ("classes", "dirichlet", "mixed")  # the splits that deal by label
+RESUME = ("auto", "never", "force")
+LAYOUTS = ("auto", "contiguous", "channels_last")
+PRECISIONS = ("float32", "bf16")
+COMPILED = ("none", "default", "reduce-overhead", "max-autotune")
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """What a caller in Python hands over itself, instead of its name."""
+
+    data: Data | None = None
+    model: nn.Module | None = None
+    algorithm: Row | Algorithm | None = None
+
+    @property
+    def row(self) -> Row | None:
+        """The row to fill knobs in from, where an algorithm was handed over; of an `Algorithm` none is read."""
+        return OWN if isinstance(self.algorithm, Algorithm) else self.algorithm
+
+
+OWN = Row("sgd", "sgd", mask="mean", tau=0.0)
+NOTHING = Given()
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A configuration that has been checked and whose names have been looked up."""
+
+    cfg: Config
+    algorithm: Algorithm
+    model: ModelRow | None
+    """None: handed over, or that which fits the data"""
+    work: Work
+    sinks: list[str]
+    out: Path | None
+    """None: nothing is written"""
+    given: Given = NOTHING
+    measures: tuple[str, ...] = ()
+    """what else is measured (--evaluate)"""
+
+
+def prepare(cfg: Config, given: Given = NOTHING) -> Prepared:
+    """Check everything that needs neither data nor other ranks; a `UserError` names the first mistake."""
+    check(cfg)
+    cfg = by_real_names(cfg, given)
+    check_threshold(cfg, given.row)
+    cfg = resolve(cfg, given.row)
+    try:
+        check(cfg)  # once more, for what a row of the user's own has filled in
+    except UserError as error:
+        raise UserError(f"algorithm '{cfg.algorithm}': {error}") from None
+    words: tuple[tuple[str, str, Iterable[str]], ...] = (
+        ("split", cfg.split, SPLITS),
+        ("sum", cfg.sum, SUMS),
+        ("--wire", cfg.wire, WIRES),
+        ("--step.layout", cfg.step.layout, LAYOUTS),
+        ("--step.precision", cfg.step.precision, PRECISIONS),
+        ("--step.compile", cfg.step.compile, COMPILED),
+        ("--resume", cfg.resume, RESUME),
+        ("way with owners (--skew.owners)", cfg.skew.owners, OWNERS),  # also where the split does not read it
+    )
+    for kind, name, table in words:
+        if name not in table:
+            raise unknown(kind, name, table)
+    check_wire(cfg.sum, cfg.wire)
+    if given.data is None and ":" not in cfg.data:
+        row = find_data(cfg.data)
+        cfg = replace(
+            cfg, model=cfg.model or row.model, skew=replace(cfg.skew, classes=cfg.skew.classes or row.classes)
+        )
+    if cfg.augment is not None:
+        make_augment(cfg.augment)
+    if cfg.meta.weights is not None:
+        check_weights(cfg.meta.weights)
+    assert cfg.local.epochs is not None, "resolved above"
+    work = Work(cfg.local.epochs, cfg.local.steps, cfg.local.batch, make_share(cfg.local.work))
+    if cfg.out == "":
+        raise UserError("--out is ''; name a folder, or leave it out")
+    out = Path(default_folder(cfg, given.row) if cfg.out is None else cfg.out).expanduser()
+    if isinstance(given.algorithm, Algorithm):
+        algorithm = given.algorithm
+        try_algorithm(algorithm)
+    else:
+        algorithm = build(cfg)
+    model = None if cfg.model is None or given.model is not None else find_model(cfg.model)
+    measures = tuple(measure_names(cfg.evaluate))
+    return Prepared(cfg, algorithm, model, work, sink_names(cfg.log_to), out, given, measures)
+
+
+def by_real_names(cfg: Config, given: Given) -> Config:
+    """The configuration with the rows of our tables by their own names: FedAvg is fedavg, Fashion-MNIST fmnist."""
+    tables: dict[str, Iterable[str]] = {"algorithm": ALGORITHMS, "mask": MASKS, "split": SPLITS, "model": MODELS}
+    tables |= {} if given.data is not None else {"data": DATASETS}
+    words: dict[str, Any] = {name: getattr(cfg, name) for name in tables}
+    real: dict[str, Any] = {n: word and real_value(n, word, tables[n]) for n, word in words.items()}
+    return replace(cfg, **real)
+
+
+def check_threshold(cfg: Config, row: Row | None) -> None:
+    """Refuse a threshold that nothing reads: no mask was named, and the algorithm averages plainly."""
+    row = row or find_row(cfg.algorithm)
+    if cfg.tau and cfg.mask is None and row.mask == "mean" and "agreement" not in measure_names(cfg.evaluate):
+        raise UserError(
+            f"--tau is {cfg.tau:g}, but {cfg.algorithm} averages plainly unless a mask is named; add --mask gma (or "
+            "and, sand), or leave --tau out"
+        )
+
+
+def default_folder(cfg: Config, row: Row | None = None) -> str:
+    """runs/ and what the run is: algorithm, the rules that are not its own, mask, data, seed."""
+    row = row or find_row(cfg.algorithm)
+    others = [rule for rule, own in ((cfg.local.rule, row.local), (cfg.server.rule, row.server)) if rule != own]
+    name = "-".join(map(str, [cfg.algorithm, *others, cfg.mask, cfg.data, cfg.seed]))
+    return "runs/" + re.sub(r"[^\w.-]+", "-", name)
+
+
+def plan_of(prepared: Prepared) -> Plan:
+    """How the rounds of a run are run."""
+    cfg = prepared.cfg
+    return Plan(cfg.seed, cfg.rounds, cfg.cohort, prepared.work, cfg.sum, cfg.min_clients, cfg.wire)
+
+
+def resolve(cfg: Config, row: Row | None = None) -> Config:
+    """The configuration with every knob that was left to the algorithm filled in from a row, else from its own."""
+    row = check_row(cfg.algorithm, row) if row is not None else find_row(cfg.algorithm)
+
+    def given(value: T | None, otherwise: T) -> T:
+        return otherwise if value is None else value
+
+    row = combine(row, given(cfg.local.rule, row.local), given(cfg.server.rule, row.server))
+    local = replace(
+        cfg.local,
+        rule=row.local,
+        lr=given(cfg.local.lr, row.local_lr),
+        momentum=given(cfg.local.momentum, row.local_momentum),
+        clip=given(cfg.local.clip, row.clip),
+        clip_update=given(cfg.local.clip_update, row.clip_update),
+        epochs=given(cfg.local.epochs, row.epochs),
+    )
+    if cfg.server.variant not in VARIANTS:
+        raise unknown("server variant", cfg.server.variant, VARIANTS)
+    variant = VARIANTS[cfg.server.variant]
+    server = replace(
+        cfg.server,
+        b2=given(cfg.server.b2, variant.b2),
+        eps=given(cfg.server.eps, variant.eps),
+        rule=row.server,
+        lr=given(cfg.server.lr, row.server_lr),
+        momentum=given(cfg.server.momentum, row.server_momentum),
+    )
+    meta = replace(
+        cfg.meta,
+        size=given(cfg.meta.size, row.meta_size),
+        lr=given(cfg.meta.lr, row.meta_lr),
+        share=given(cfg.meta.share, row.share),
+    )
+    return replace(
+        cfg, mask=given(cfg.mask, row.mask), tau=given(cfg.tau, row.tau), local=local, server=server, meta=meta
+    )
+
+
+def build(cfg: Config) -> Algorithm:
+    """The algorithm of a resolved configuration; an unknown name is a `UserError` with the nearest match."""
+    assert cfg.mask is not None and cfg.tau is not None, "resolve the configuration first"
+    return Algorithm(
+        build_local(cfg.local, cfg.rounds),
+        make_mask(cfg.mask, cfg.tau, cfg.sharpness),
+        build_server(cfg.server, cfg.rounds),
+        build_meta(cfg.meta),
+    )
+
+
+def build_local(local: Local, rounds: int) -> LocalRule:
+    assert local.rule is not None and local.lr is not None and local.momentum is not None, "resolve it first"
+    for option, word, known in (
+        ("--local.option", local.option, OPTIONS),
+        ("--local.gradient", local.gradient, GRADIENTS),
+    ):
+        if word not in known:  # also where the rule does not read it
+            raise unknown(option, word, known)
+    rate = make_rate("--local.schedule", local.schedule, local.lr, rounds)
+    knobs = LocalKnobs(
+        rate,
+        local.momentum,
+        local.weight_decay,
+        local.clip or None,
+        local.clip_update or None,
+        local.mu,
+        local.option,
+        local.gradient,
+    )
+    return make_local(local.rule, knobs)
+
+
+def build_server(server: Server, rounds: int) -> ServerRule:
+    assert server.rule is not None and server.lr is not None and server.momentum is not None, "resolve it first"
+    rate = make_rate("--server.schedule", server.schedule, server.lr, rounds)
+    knobs = ServerKnobs(rate, server.momentum, server.b1, server.b2, server.eps, server.variant)
+    return make_server(server.rule, knobs, server.mask_moments)
+
+
+def build_meta(meta: Meta) -> MetaStep | None:
+    """The meta step, or None where its learning rate is zero."""
+    assert meta.size is not None and meta.lr is not None and meta.share is not None, "resolve it first"
+    if (meta.lr or meta.share) and not meta.size:
+        why = f"--meta.lr is {meta.lr:g}" if meta.lr else "--meta.share is true"
+        raise UserError(f"{why} but --meta.size is 0; give the number of samples to hold out")
+    if meta.weights is not None and not meta.size:
+        raise UserError("--meta.weights are given but --meta.size is 0; give the number of samples to hold out")
+    return MetaStep(meta.lr, meta.batch) if meta.lr else None
+
+
+def load_data(cfg: Config, given: Data | None = None) -> tuple[Data, Partition, Ints]:
+    """The data set, who has which part of it, and the meta set: what no client has, or what every client has too."""
+    data = load(cfg.data, cfg.data_root) if given is None else given
+    needed = cfg.split in LABELLED or bool(cfg.meta.size and cfg.meta.weights)
+    y = data.class_labels(needed)
+    if y is None:
+        if needed:
+            what = f"split '{cfg.split}' goes" if cfg.split in LABELLED else "--meta.weights go"
+            raise UserError(
+                f"{what} by class, and '{data.name}' has numbers for labels; use another split, such as iid or "
+                "natural, and no weights"
+            )
+        y = np.zeros(data.samples, dtype=np.int64)
+    meta, rest = np.zeros(0, dtype=np.int64), None
+    if cfg.meta.size:
+        meta = hold_out(y, data.kinds if needed else 1, cfg.meta.size, cfg.meta.seed, cfg.meta.weights)
+        rest = np.setdiff1d(np.arange(len(y)), meta, assume_unique=True)
+
+    def left(values: Ints) -> Ints:
+        return values if rest is None else values[rest]
+
+    strata = data.split_labels(needed)
+    partition = split(
+        cfg.split,
+        left(y if strata is None else strata),
+        cfg.clients,
+        cfg.seed,
+        classes_per_client=cfg.skew.classes or 2,
+        alpha=cfg.skew.alpha,
+        beta=cfg.skew.beta,
+        noise=cfg.skew.noise,
+        owner=None if data.owners is None else left(data.owners),
+        owners=cfg.skew.owners,
+        skewed=data.looks is not None,
+    )
+    shared = meta if cfg.meta.share else meta[:0]
+    order = partition.order if rest is None else rest[partition.order]
+    partition = Partition(partition.offsets, order, shared)
+    if isinstance(data, Arrays):
+        data = dress(data, partition, cfg.seed)
+        data = data if cfg.augment is None else replace(data, augment=cfg.augment)
+    if cfg.augment not in (None, "none") and data.kind != "images":
+        raise UserError(f"--augment is '{cfg.augment}', but '{data.name}' has {data.kind}, not images; use none")
+    return data, partition, meta
+
+
+def make_task(
+    prepared: Prepared,
+    data: Data,
+    partition: Partition,
+    meta: Ints,
+    ranks: int,
+    device: torch.device,
+) -> tuple[Prepared, Task]:
+    """The model for these data on this rank's device, with weights drawn from the seed unless it was given; and what
+    was prepared, with its name where that was left to the data."""
+    cfg, given = prepared.cfg, prepared.given.model
+    name = cfg.model or USUAL[data.kind]
+    offers, samples = data.offers, few_samples(data)  # before the seed is set: reading data may draw
+    torch.manual_seed(torch_seed(cfg.seed, "model"))
+    if given is not None:
+        name, row, model = type(given).__name__, ModelRow(lambda: given), given
+    else:
+        row = prepared.model or find_model(name)
+        model = make_model(name, row, offers, data.name)
+    layouts = ("contiguous", "channels_last")
+    layout = layouts[row.channels_last] if cfg.step.layout == "auto" else cfg.step.layout
+    cfg = replace(cfg, model=name, step=replace(cfg.step, layout=layout))
+    try_model(model, name, data, samples, device)
+    at_once = min(cfg.step.together, cfg.cohort)
+    make = partial(Together, clients=at_once) if at_once > 1 else Task
+    task = make(
+        model,
+        data,
+        partition,
+        cfg.seed,
+        device,
+        ranks,
+        layout == "channels_last",
+        meta,
+        workers=cfg.workers,
+        tests=cfg.eval.samples,
+        path=StepPath(cfg.step.precision, cfg.step.compile),
+    )
+    try_path(task, name, samples, min(cfg.local.batch, int(partition.sizes.max())))
+    if isinstance(task, Together):
+        task.check(name, samples)
+    return replace(prepared, cfg=cfg), task
+
+
+def few_samples(data: Data) -> tuple[Tensor, Tensor]:
+    """Two test samples and their labels, or one where there is but one."""
+    feed = make_feed(data, torch.device("cpu"))
+    try:
+        return next(feed.test([torch.arange(min(2, feed.tests))]))
+    except RunError as error:
+        raise UserError(str(error)) from error
+
+
+@torch.no_grad()
+def try_model(model: nn.Module, name: str, data: Data, samples: tuple[Tensor, Tensor], device: torch.device) -> None:
+    """Refuse a model that does not take these data or does not answer in the shape of their labels, and an objective
+    that cannot judge the answer, before anything has started; also makes the parameters of lazy layers."""
+    x, y = (t.to(device) for t in samples)
+    model.to(device).eval()
+    try:
+        outputs = model(x)
+    except (Exception, SystemExit) as error:
+        raise UserError(
+            f"model '{name}' raised {type(error).__name__} for samples {list(x.shape)} of '{data.name}': "
+            f"{one_line(error)}; use a model that takes them"
+        ) from error
+    check_outputs(outputs, y, data.kinds if data.goal.whole else 0, data.goal, name)
+    try_objective(data.goal, outputs, y)
+
+
+def check_memory_folder(prepared: Prepared) -> None:
+    """Refuse a folder for clients' memories that this rank cannot write to."""
+    folder = prepared.cfg.memory.folder
+    if folder is None:
+        return
+    try:
+        with tempfile.TemporaryFile(dir=Path(folder).expanduser()):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"--memory.folder {folder} cannot be written ({error.strerror}); make it, or name another"
+        ) from None
+
+
+def make_memory(prepared: Prepared, task: Task) -> Memory:
+    """Where this rank keeps what its clients keep."""
+    cfg, names = prepared.cfg.memory, prepared.algorithm.local.keeps
+    folder = Path(cfg.folder).expanduser() if cfg.folder else prepared.out or Path(tempfile.gettempdir())
+    if not folder.is_dir():  # a node may not see the run folder
+        folder = Path(tempfile.gettempdir())
+        if names:
+            log.warning("the run folder is not seen here: clients' memories beyond the limit go to %s", folder)
+    return Memory(names, task.layout.params, int(cfg.limit * 2**30), folder)

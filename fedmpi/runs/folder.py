@@ -1,0 +1,323 @@
+"""A run folder: whose it is, what lies in it, and how files get there.
+
+    config.yaml environment.json partition.json      what runs
+    metrics.jsonl tensorboard/ wandb/ mlflow/        what it has come to so far
+    checkpoints/                                     where it goes on from (checkpoint.py)
+    model.safetensors finished.json attack.json      when it is done; the last where the model was attacked
+    starts.jsonl stopped.json lock                   its lives: one line each; how the last one stopped; who runs it now
+    job.json lives.jsonl cancelled slurm/            where it was submitted (jobs.py)
+
+The folder is private to the user. One run at a time has it: rank 0 holds a lock that the system itself takes back when
+the process is gone, however it went. Whatever must not be read in halves is written aside, synced and renamed.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import shutil
+import socket
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from ..comm.env import Place, job_names
+from ..errors import FileError, RunError, UserError, reason, short_path
+from .schema import Damaged, Owner, Start, Stopped, checked, load, opened, parse, read, records
+
+log = logging.getLogger("fedmpi")
+
+CONFIG, FINISHED, MODEL, METRICS = "config.yaml", "finished.json", "model.safetensors", "metrics.jsonl"
+STARTS, STOPPED, LOCK, CHECKPOINTS = "starts.jsonl", "stopped.json", "lock", "checkpoints"
+ATTACK = "attack.json"
+WAIT_SECONDS = 10.0  # for the last life of this run, which may be dying still
+LEASE_SECONDS = 300.0  # for the same after a restart: a file server learns late that a node is gone
+BEGINNINGS = (LOCK, ".writable", f".{CONFIG}")  # all that a run killed before its first word leaves
+LOCK_BYTES = 1 << 16  # what is read of one
+NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+
+
+def check(out: Path) -> None:
+    """Refuse a folder that holds somebody's other files or cannot be read."""
+    try:
+        if out.exists() and not (out / CONFIG).exists() and any(one.name not in BEGINNINGS for one in out.iterdir()):
+            raise UserError(f"--out {out} holds files that are no run of fedmpi; choose another folder")
+    except OSError as error:
+        name = short_path(str(out))
+        raise UserError(f"--out {name} cannot be read ({error.strerror}); choose another folder") from None
+    check_writable(out)
+
+
+def check_writable(out: Path) -> None:
+    """Refuse a folder that is not there and cannot be made, before any work is done for what should lie in it."""
+    try:
+        if out.exists():
+            return
+        above = next(path for path in out.absolute().parents if path.exists())
+        os.rmdir(tempfile.mkdtemp(prefix=".fedmpi-", dir=above))
+    except OSError as error:
+        raise unwritable(out, error) from None
+
+
+def unwritable(out: Path, error: OSError) -> UserError:
+    """Return the error for a folder that cannot be written."""
+    return UserError(f"--out {short_path(str(out))} cannot be written ({error.strerror}); choose a folder that can")
+
+
+def make(out: Path) -> None:
+    """Make the run folder, private to the user."""
+    try:
+        out.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not (out / CONFIG).exists():
+            out.chmod(0o700)  # it may have been made by hand
+        probe = out / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise unwritable(out, error) from None
+
+
+def start_over(out: Path) -> None:
+    """Remove what an earlier run has left, so that nothing of it is taken for the new one's."""
+    for name in (FINISHED, "tensorboard", "wandb", "mlflow", CHECKPOINTS, METRICS, MODEL, ATTACK):
+        remove(out / name)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder, whichever stands there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+_held: set[int] = set()
+"""the descriptors of the locks that this process has"""
+
+
+def _let_go() -> None:
+    """In a forked child: a lock is had by all who have its descriptor, and a child may outlive a killed owner."""
+    for handle in _held:
+        os.close(handle)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
+@contextmanager
+def held(out: Path, place: Place, environ: Mapping[str, str], timeout: float) -> Iterator[None]:
+    """Have the folder to oneself. Where somebody else has it: a `UserError` that names them; a `RunError` after a
+    restart, when it may be the life before. On a file system without locks, go on without."""
+    try:
+        handle = own_handle(out / LOCK, os.O_RDWR, 0o600)
+    except OSError as error:
+        raise FileError(f"{out / LOCK} cannot be used ({reason(error)}); remove it and try again") from None
+    _held.add(handle)
+    try:
+        again = restarts(environ) > 0
+        if take(handle, out, min(LEASE_SECONDS, timeout / 2) if again else WAIT_SECONDS):
+            owner = {"host": socket.gethostname(), "pid": os.getpid(), "launcher": place.launcher, "ranks": place.size}
+            owner |= {**job_names(environ), "since": time.time()}
+            os.ftruncate(handle, 0)
+            os.write(handle, (json.dumps(owner) + "\n").encode())
+        yield
+    except Taken:
+        sentence = f"--out {out} is in use by {owner_in_words(out)}; wait for it, stop it, or choose another folder"
+        raise RunError(sentence) if again else UserError(sentence) from None
+    finally:
+        if handle in _held:
+            _held.remove(handle)
+            os.close(handle)
+
+
+class Taken(Exception):
+    """Somebody else has the lock."""
+
+
+def take(handle: int, out: Path, seconds: float) -> bool:
+    """Take the lock, waiting for a life that is on its way out; False where there are no locks."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise Taken from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            log.warning("the file system of %s has no locks: make sure that no other run uses this folder", out)
+            return False
+        time.sleep(0.2)
+
+
+def holder(out: Path) -> Owner | None:
+    """Who runs in a folder now, as far as that can be told; None: nobody."""
+    try:
+        with opened(out / LOCK) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return None
+            except BlockingIOError:
+                return owner_in(out / LOCK, file.read(LOCK_BYTES))
+    except (OSError, Damaged):
+        return None
+
+
+def owner_in(path: Path, raw: bytes) -> Owner:
+    """What a lock says of its owner; nothing while it is being written."""
+    try:
+        return checked(path, parse(path, raw), Owner)
+    except Damaged:
+        return {}
+
+
+def owner_in_words(out: Path) -> str:
+    """Who has the lock, for an error."""
+    owner = holder(out) or {}
+    job = f", Slurm job {owner['job']}" if owner.get("job") else ""
+    return f"process {owner['pid']} on {owner['host']}{job}" if {"pid", "host"} <= owner.keys() else "another run"
+
+
+def write(path: Path, text: str, aside: str = "") -> None:
+    """Write a file aside, sync and rename it, so that nobody ever reads half of it. `aside` tells apart those who may
+    write it at the same time."""
+    beside = path.with_name(f".{path.name}{aside}")
+    with open(own_handle(beside, os.O_WRONLY | os.O_TRUNC), "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    try:
+        os.replace(beside, path)
+    except IsADirectoryError:
+        raise not_regular(path) from None
+    sync(path.parent)
+
+
+def append(path: Path, line: str) -> None:
+    """Add a line to a file, which is made where it is not there."""
+    with open(own_handle(path, os.O_WRONLY | os.O_APPEND), "w", encoding="utf-8") as file:
+        file.write(line + "\n")
+
+
+def own_handle(path: Path, flags: int, mode: int = 0o666) -> int:
+    """Open a file of the run's own for writing: a regular one, not by a link, which may lead out of the folder."""
+    try:
+        handle = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+    except OSError as error:
+        if error.errno in (errno.EISDIR, errno.ELOOP, errno.ENXIO):
+            raise not_regular(path) from None
+        raise
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise not_regular(path)
+    return handle
+
+
+def not_regular(path: Path) -> OSError:
+    """Return the error for something else in the place of a file."""
+    return OSError(errno.EBADF, f"{path.name} is no regular file", str(path))
+
+
+def sync(path: Path) -> None:
+    """See that a file's content, or a folder's list of names, is on the disk."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot sync a folder
+            raise
+    finally:
+        os.close(handle)
+
+
+def lost(out: Path, why: str, kept: int) -> str:
+    """The sentence for a run folder that cannot be written any more, with the round whose checkpoint is kept."""
+    safe = f"the checkpoint of round {kept} is kept" if kept else "there is no checkpoint yet"
+    return f"{out} cannot be written ({why}); {safe}: put that right and start the same command again"
+
+
+def attempt(work: Callable[[], object]) -> str:
+    """Do something that writes into the folder; returns why that could not be done, empty where it was."""
+    try:
+        work()
+    except (OSError, SafetensorError, FileError) as error:
+        return reason(error)
+    return ""
+
+
+def add_start(out: Path, place: Place, comm: str, round: int, environ: Mapping[str, str]) -> None:
+    """Note a start in the folder; how the last life stopped is history now."""
+    record = {
+        "time": time.time(),
+        "round": round,
+        "ranks": place.size,
+        "launcher": place.launcher,
+        "comm": comm,
+        "host": socket.gethostname(),
+        **job_names(environ),
+        "restart": restarts(environ),
+        "launch": launches(environ),
+    }
+    append(out / STARTS, json.dumps(record))
+    remove(out / STOPPED)
+
+
+def add_stop(out: Path, round: int, why: str, environ: Mapping[str, str]) -> None:
+    """Note that the run stopped in good order, and by whose launch."""
+    record = {"round": round, "why": why, "time": time.time(), "launch": launches(environ)}
+    write(out / STOPPED, json.dumps(record) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A small record that may be written anew at any time; empty where there is none that can be read."""
+    try:
+        found = parse(path, load(path))
+    except (OSError, Damaged):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def launches(environ: Mapping[str, str]) -> list[str]:
+    """Names for what has launched this process, which are the same when that starts it again."""
+    names = []
+    if "TORCHELASTIC_RUN_ID" in environ:
+        names.append(f"torchrun {environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {os.getppid()}")
+    if "SLURM_JOB_ID" in environ:
+        names.append(f"slurm {environ['SLURM_JOB_ID']}")
+    if "FEDMPI_LAUNCH" in environ:
+        names.append(f"script {environ['FEDMPI_LAUNCH']}")
+    return names
+
+
+def begun_before(out: Path, environ: Mapping[str, str]) -> bool:
+    """Whether this launch has begun the run already, and is starting it again."""
+    if not restarts(environ):
+        return False
+    here = set(launches(environ))
+    return any(here & set(start.get("launch", [])) for start in records(out / STARTS, Start))
+
+
+def stopped_before(out: Path, environ: Mapping[str, str]) -> Stopped | None:
+    """How this very launch has stopped already, where torchrun takes that for a failure and starts its ranks again."""
+    record = read(out / STOPPED, Stopped)
+    here = [name for name in launches(environ) if name.startswith("torchrun")]  # a requeued Slurm job is to go on
+    again = environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    return record if record and again and set(here) & set(record.get("launch", [])) else None
+
+
+def restarts(environ: Mapping[str, str]) -> int:
+    """How often the launcher has started this job again."""
+    names = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT", "FEDMPI_RESTART_COUNT")
+    return sum(int(environ[name]) for name in names if environ.get(name, "").isdecimal())

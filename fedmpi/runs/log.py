@@ -1,0 +1,247 @@
+"""What a run prints and writes: a line per round and a bar on rank 0, `metrics.jsonl`, other tools if asked (sinks/).
+
+Metrics are lines of JSON, each written whole and flushed, so that a run can be followed and a killed one keeps what
+it had.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from dataclasses import fields as fields_of
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+from ..errors import UserError, unknown
+from ..rounds import Report
+from .folder import METRICS, append, write
+from .metrics import Record, finite, lacking, read_lines
+from .sinks import SINKS, About, Guarded, Sink, need
+from .stop import Stopped
+
+WIDTH = 100  # columns of what is printed
+LEAST_FIRST = ("kept", "agree", "train", "loss", "below", "others", "part")  # left out where a line gets too long
+PLAIN: Mapping[str, str] = {}
+COLOURS = {"round": "1", "metric": "32", "dropped": "33", "time": "2"}  # bold, green, yellow, dim
+
+log = logging.getLogger("fedmpi")
+
+
+class JsonLines:
+    """One JSON object a line; of an earlier life, the rounds up to `done` that it left (`metrics.history`)."""
+
+    def __init__(self, folder: Path, done: int, records: Sequence[Record]) -> None:
+        self.path = folder / METRICS
+        if absent := lacking(records, done):
+            kept = ""
+            if any(line.record is None for line in read_lines(folder)):
+                copy = folder / f"{METRICS}.damaged-{len(list(folder.glob(f'{METRICS}*')))}"
+                os.replace(self.path, copy)
+                kept = f"; what was there is kept as {copy.name}"
+            log.warning("%s lacks %s%s; the model is not affected", self.path, absent, kept)
+        write(self.path, "".join(json.dumps(record) + "\n" for record in records))
+
+    def write(self, record: dict[str, Any]) -> None:
+        if not self.path.exists() and self.path.parent.exists():  # of a folder that is gone, `append` complains
+            log.warning("%s was removed: a new one has the rounds from %d on", self.path, record["round"])
+        append(self.path, json.dumps(record, allow_nan=False))
+
+    def close(self, how: str) -> None:
+        pass
+
+
+def sink_names(names: str) -> list[str]:
+    """The sinks in a comma-separated list, each once; `none` is the empty one. Refuses those that are not installed."""
+    wanted = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip() not in ("", "none")))
+    for name in wanted:
+        if name not in SINKS:
+            raise unknown("sink (--log_to)", name, [*SINKS, "none"])
+        need(name)
+    return wanted
+
+
+def record(report: Report) -> dict[str, Any]:
+    """A report as it stands in metrics.jsonl."""
+    values = asdict(report)
+    values["dropped_clients"] = list(values.pop("dropped"))
+    values["dropped"] = len(values["dropped_clients"])
+    values[f"test_{values.pop('metric')}"] = values.pop("test_metric")
+    values["seconds"].setdefault("eval", 0.0)
+    values |= values.pop("measures")
+    return {name: finite(value) for name, value in values.items()}
+
+
+def report_of(record: dict[str, Any]) -> Report:
+    """The report that a record was made of."""
+    metric = next(name for name in record if name.startswith("test_") and name != "test_loss")
+    known = {field.name for field in fields_of(Report)} - {"dropped"}
+    ours = known | {"dropped", "dropped_clients", metric}
+    return Report(
+        **{name: value for name, value in record.items() if name in known},
+        dropped=tuple(record["dropped_clients"]),
+        test_metric=record[metric],
+        metric=metric.removeprefix("test_"),
+        measures={name: value for name, value in record.items() if name not in ours},
+    )
+
+
+def fields(report: Report, rounds: int) -> dict[str, str]:
+    """A round as short texts by what they are."""
+    name = shortest(report.metric)
+    found = {"round": f"round {report.round:>{len(str(rounds))}}/{rounds}"}
+    if report.test_metric is not None:
+        found |= {"metric": f"{name} {number(report.test_metric)}", "loss": f"loss {number(report.test_loss)}"}
+    found |= {"train": f"train {number(report.train_loss)}"}
+    found |= {"kept": f"kept {report.kept:.2f}", "agree": f"agree {report.agreement:.2f}"}
+    found |= {word: f"{word} {value:.2f}" for word, value in measures(report, name).items() if value is not None}
+    found |= {"dropped": f"dropped {len(report.dropped)}"} if report.dropped else {}
+    return found | {"time": duration(sum(report.seconds.values()))}
+
+
+def measures(report: Report, name: str) -> dict[str, float | None]:
+    """What else was measured, by a short word; `name` is that of the metric."""
+    found = report.measures
+    sides = found.get(f"clients_{report.metric}", {})
+    words = {"below": found.get("below_tau"), f"train-{name}": found.get(f"train_{report.metric}")}
+    return words | {"part": sides.get("participating"), "others": sides.get("others")}
+
+
+def shortest(metric: str) -> str:
+    """A metric's name as a line has it."""
+    return "acc" if metric == "accuracy" else metric if len(metric) <= 12 else f"{metric[:11]}~"
+
+
+def number(value: float | None) -> str:
+    """A loss or metric in at most nine characters; small and large ones by their power of ten."""
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e4 or not math.isfinite(value) else f"{value:.2e}"
+
+
+def duration(seconds: float) -> str:
+    return f"{seconds:.2f}s" if seconds < 99.995 else f"{seconds:.0f}s"
+
+
+def line(report: Report, rounds: int, styles: Mapping[str, str] = PLAIN, hidden: tuple[str, ...] = ()) -> str:
+    """A round in one line of at most WIDTH columns, without what is `hidden`; where it does not fit, what matters least
+    is left out. Escape codes of the `styles` take no column."""
+    found = {name: text for name, text in fields(report, rounds).items() if name not in hidden}
+    for least in LEAST_FIRST:
+        if len("  ".join(found.values())) > WIDTH:
+            found.pop(least, None)
+    return "  ".join(styled(text, styles.get(name, "")) for name, text in found.items())
+
+
+def phases(report: Report, several: bool, styles: Mapping[str, str] = PLAIN) -> str:
+    """The seconds of a round by phase, without a meta step or an evaluation that did not take place; one rank also has
+    nobody to wait for and to send to."""
+    least = {"meta": 1e-9, "eval": 1e-9} | ({} if several else dict.fromkeys(("wait", "reduce", "gather"), 0.005))
+    found = [f"{k} {duration(v)}" for k, v in report.seconds.items() if v >= least.get(k, 0)]
+    return styled("    " + "  ".join(found), styles.get("time", ""))
+
+
+def styled(text: str, code: str) -> str:
+    return f"\033[{code}m{text}\033[0m" if code else text
+
+
+def styles_for(stream: TextIO) -> Mapping[str, str]:
+    """Colours where the stream is a terminal, and NO_COLOR (https://no-color.org) is not set."""
+    plain = not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return PLAIN if plain else COLOURS
+
+
+def folded(text: str) -> str:
+    """Lines of at most WIDTH columns, broken at blanks."""
+    wrap = partial(textwrap.wrap, width=WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join("\n".join(wrap(one)) for one in text.splitlines())
+
+
+class Log:
+    """Rank 0's log of a run; on other ranks it takes everything and says nothing. Without a folder nothing is kept.
+    It resumes after round `done`, with the `records` of the rounds before. `several`: there are more ranks than this
+    one; `hidden`: fields of a round that are the same in every round of this run."""
+
+    def __init__(
+        self,
+        folder: Path | None,
+        rounds: int,
+        sinks: list[str],
+        speaks: bool,
+        quiet: bool = False,
+        done: int = 0,
+        config: Mapping[str, Any] | None = None,
+        records: Sequence[Record] = (),
+        verbose: bool = False,
+        several: bool = False,
+        hidden: tuple[str, ...] = (),
+    ) -> None:
+        self.rounds, self.speaks = rounds, speaks and not quiet
+        self.verbose, self.several, self.hidden = verbose, several, hidden
+        self.styles = styles_for(sys.stdout)
+        self.sinks: list[Sink] = []
+        if speaks and folder is not None:
+            self.sinks.append(JsonLines(folder, done, records))
+            about = About(folder, done, config or {}, records)
+            try:
+                for name in sinks:
+                    self.sinks.append(Guarded(name, about))
+            except UserError:
+                self.close("failed")
+                raise
+        terminal = self.speaks and sys.stderr.isatty()
+        self.bar = tqdm(total=rounds, initial=done, unit="round", disable=not terminal, leave=False, dynamic_ncols=True)
+
+    def say(self, text: str) -> None:
+        """A line on standard output, above the bar; where nobody reads it any more, the run goes on in silence."""
+        if not self.speaks:
+            return
+        try:
+            tqdm.write(text)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            self.speaks = False
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it exits
+
+    def round(self, report: Report) -> None:
+        """Show and keep one round."""
+        self.say(line(report, self.rounds, self.styles, self.hidden))
+        if self.verbose:
+            self.say(phases(report, self.several, self.styles))
+        self.bar.update()
+        for sink in self.sinks:
+            sink.write(record(report))
+
+    def close(self, how: str) -> None:
+        """Nothing more will come; `how` is finished, stopped or failed."""
+        for sink in self.sinks:
+            sink.close(how)
+
+    def __enter__(self) -> Log:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.bar.close()
+        self.close("finished" if kind is None else "stopped" if issubclass(kind, Stopped) else "failed")
+
+
+def set_up(rank: int, size: int) -> None:
+    """Warnings of the package on standard error, with the rank in front where there are several."""
+    who = f"rank {rank}: " if size > 1 else ""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(f"%(levelname)s: {who}%(message)s"))
+    logger = logging.getLogger("fedmpi")
+    logger.handlers[:] = [handler]
+    logger.setLevel(logging.INFO)
+    logger.propagate = False

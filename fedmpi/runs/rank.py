@@ -1,0 +1,138 @@
+"""This process as a rank of a run: who launched it, how it begins, and how it ends."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..comm.env import Place, find_place
+from ..errors import AGAIN, AgreedError, CommonError, RunError, UserError, complain
+from .stop import follow_launcher
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..comm import Comm
+    from .build import Prepared
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A process that was launched as a rank, and when its time budget began."""
+
+    place: Place
+    began: float
+
+    @classmethod
+    def begin(cls) -> Rank:
+        """Find out who launched this process, leave when the launcher dies, and import what training needs."""
+        began = time.monotonic()  # torch is not imported yet
+        place = find_place(os.environ)
+        follow_launcher(place, os.environ)
+        with no_collection():
+            from . import run  # noqa: F401
+        return cls(place, began)
+
+    def train(self, arguments: list[str]) -> int:
+        """Train with the options of `fedmpi train`, together with the other ranks; return the exit code."""
+        from ..comm import agree_early, connect
+        from .build import prepare
+        from .log import set_up
+        from .options import parse
+        from .run import settle
+
+        place = self.place
+        set_up(place.rank, place.size)
+        try:
+            asked = "--comm=mpi" in arguments or ("--comm", "mpi") in zip(arguments, arguments[1:], strict=False)
+            prepared = agree_early(place, asked or place.launcher == "mpi", lambda: prepare(parse(arguments)))
+            cfg = prepared.cfg
+            device = settle(cfg, place)
+            comm = connect(cfg.comm, place, device, cfg.timeout, os.environ)
+        except AgreedError as error:
+            if place.rank == 0:
+                complain(str(error))
+            return 2
+        except UserError as error:
+            # Nearly always the same on every rank, and then rank 0's word is enough: launchers end all ranks when the
+            # first one leaves, so the others wait for that. Who is still there has found something that rank 0 has not.
+            if place.rank:
+                keep_code(2)
+                time.sleep(5)
+            complain(f"rank {place.rank}: {error}" if place.rank else str(error))
+            return 2
+        return on_this_rank(prepared, comm, place, device, self.began)
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """No garbage collection while modules are imported, which makes much and throws little away: a tenth less time. Nor
+    is what they made looked at later, in a round: that takes 80 ms each time."""
+    collecting, first = gc.isenabled(), "torch" not in sys.modules
+    gc.disable()
+    try:
+        yield
+    finally:
+        if first:  # else there is more than modules
+            gc.freeze()
+        if collecting:
+            gc.enable()
+
+
+def keep_code(code: int) -> None:
+    """Leave with this code from now on, also when a launcher ends this rank because another one has left already: 143
+    would look like a fault, which is worth another try."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
+        atexit.register(signal.signal, signal.SIGTERM, signal.SIG_IGN)  # no handler runs any more while Python ends
+
+
+def on_this_rank(prepared: Prepared, comm: Comm, place: Place, device: torch.device, began: float) -> int:
+    """Run and leave in good order; a fault on one rank ends all of them."""
+    from ..comm import share_node
+    from .run import run
+    from .stop import ALL, Stopped
+
+    who = f"rank {comm.rank}: " if comm.size > 1 else ""
+    try:
+        if device.type == "cpu":
+            share_node(comm)
+        run(prepared, comm, place, device, os.environ, signals=ALL, began=began)
+    except Stopped as stop:  # by every rank alike
+        keep_code(AGAIN)
+        if comm.rank == 0:
+            where = "from there" if prepared.cfg.checkpoint.keep else "from the beginning: --checkpoint.keep is 0"
+            complain(f"stopped after round {stop.round} ({stop.why}); the same command goes on {where}")
+        comm.close()
+        return AGAIN
+    except (UserError, CommonError) as error:  # raised on every rank alike
+        code = 2 if isinstance(error, UserError) else 1
+        keep_code(code)
+        if comm.rank == 0:
+            complain(str(error))
+        comm.barrier()
+        comm.close()
+        return code
+    except RunError as error:
+        complain(who + str(error))
+        comm.abort(1)
+    except KeyboardInterrupt:
+        complain(who + "interrupted")
+        comm.abort(130)
+    except (Exception, SystemExit):  # whoever calls sys.exit in here has not finished the run
+        complain(who + traceback.format_exc())
+        comm.abort(1)
+    if comm.rank == 0 and not prepared.cfg.quiet:
+        print(f"done: {prepared.out}", flush=True)
+    comm.close()
+    return 0

@@ -1,0 +1,441 @@
+"""One run: from what was prepared to a folder with a trained model.
+
+Everything a user can get wrong is found before the first round, and every rank raises the same message. A run that
+finds a checkpoint of its own in its folder resumes from it; one that is asked to stop saves first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import math
+import os
+import signal
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from safetensors.torch import save_file
+from torch import Tensor
+
+from .. import __version__
+from ..algorithms import Algorithm
+from ..clients.task import Task
+from ..comm import Comm, agreed, common_trouble
+from ..comm.env import Place, available_cores, choose_device, describe, threads_per_rank
+from ..data import (
+    Arrays,
+    Data,
+    Ints,
+    Partition,
+)
+from ..errors import CommonError, FileError, RunError, UserError
+from ..local import RULES
+from ..masks import MaskKnobs
+from ..plugins.knobs import knobs
+from ..rounds import Report, State, begin, rounds
+from ..server import VARIED
+from . import folder
+from .build import OWN, Prepared, check_memory_folder, load_data, make_memory, make_task, plan_of
+from .checkpoint import Facts, Found, Progress, Saver, find, restore
+from .config import Config, Step
+from .folder import CONFIG, FINISHED, MODEL, write
+from .log import Log, folded, record, report_of
+from .malloc import keep_freed
+from .measures import Asked, ask, attack, check_folder, scored
+from .measures.agreement import Layers
+from .metrics import Record, history, with_last
+from .schema import Finished, read
+from .stop import Stop, Stopped, in_words
+from .trial import try_rule
+
+warnings = logging.getLogger("fedmpi")
+
+
+def settle(cfg: Config, place: Place) -> torch.device:
+    """Set this process up for a run: its threads and, on a GPU, repeatable kernels; returns its device."""
+    torch.set_num_threads(threads_per_rank(place, cfg.threads, available_cores()))
+    device = torch.device(choose_device(place, cfg.device, torch.cuda.device_count()))
+    if cfg.deterministic and device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    return device
+
+
+def run(
+    prepared: Prepared,
+    comm: Comm,
+    place: Place,
+    device: torch.device,
+    environ: Mapping[str, str],
+    signals: Iterable[signal.Signals] = (),
+    began: float | None = None,
+) -> Outcome:
+    """Train, from the newest checkpoint where there is one, and leave a finished run folder; returns how it ended.
+    Collective. Where one of the signals or the time budget, which counts from `began`, stops it, every rank raises
+    `Stopped`."""
+    cfg, out = prepared.cfg, prepared.out
+    alike = replace(cfg, quiet=False, verbose=False)  # what a rank prints is its own affair
+    same_everywhere("configuration", comm, json.dumps(dataclasses.asdict(alike), sort_keys=True).encode())
+    check_threads(comm)
+    check_folder(prepared.measures, out)
+    with agreed(comm):
+        if comm.rank == 0 and out is not None:
+            folder.check(out)
+            check_finished(out, cfg, environ)
+    with agreed(comm):
+        data, partition, meta = load_data(cfg, prepared.given.data)
+    keep_freed(environ)
+    with agreed(comm):
+        prepared, task = make_task(prepared, data, partition, meta, comm.size, device)
+        check_memory_folder(prepared)
+        asked = ask(prepared.measures, data, task)
+    cfg = prepared.cfg
+    rule = "of your own" if isinstance(prepared.given.algorithm, Algorithm) else str(cfg.local.rule)
+    if rule not in RULES:
+        with agreed(comm):  # once every rank has its model: ranks that are threads share torch's generator
+            try_rule(rule, prepared.algorithm.local, task, prepared.work)
+    facts = facts_of(prepared, task, data, meta, device)
+    compare_ranks(facts, comm)
+    taken = ""
+    with ExitStack() as stack:
+        with agreed(comm):
+            if comm.rank == 0 and out is not None:
+                folder.make(out)
+                try:
+                    stack.enter_context(folder.held(out, place, environ, cfg.timeout))
+                except RunError as error:
+                    taken = str(error)
+                else:
+                    check_finished(out, cfg, environ)  # once more: it may have finished while this one waited
+        if taken := common_trouble(comm, taken):
+            raise CommonError(taken)
+        found = find_start(out, cfg, facts, environ, comm)
+        with agreed(comm):
+            records = read_history(out, found)
+        threads = torch.get_num_threads()  # in the configuration too: a run is repeated by its config.yaml
+        facts = replace(facts, config={**facts.config, "threads": threads})
+        settled = replace(cfg, threads=threads)
+        with agreed(comm):
+            if comm.rank == 0 and out is not None:
+                environment = describe(place, environ, threads, str(device))
+                done = found.round if found else 0
+
+                def begin_folder() -> None:
+                    if found is None:
+                        folder.start_over(out)
+                    describe_run(out, settled, data, partition, meta, environment)
+                    folder.add_start(out, place, comm.name, done, environ)
+
+                if trouble := folder.attempt(begin_folder):
+                    raise FileError(folder.lost(out, trouble, done))
+        note = f"\ndata: {data.note}" if data.note else ""
+        note += f"\ngoing on after round {found.round} of the run in {out}" if found else ""
+        with agreed(comm):
+            done, told = found.round if found else 0, plain_knobs(settled)
+            log = Log(
+                out,
+                cfg.rounds,
+                prepared.sinks,
+                speaks=comm.rank == 0,
+                quiet=cfg.quiet,
+                done=done,
+                config=told,
+                records=records,
+                verbose=cfg.verbose,
+                several=comm.size > 1,
+                hidden=("kept",) if cfg.mask == "mean" and prepared.given.row is not OWN else (),  # all of it, always
+            )
+        stop = Stop(signals, cfg.max_minutes, began, speaks=comm.rank == 0)
+        with log, stop, Saver(out, cfg.checkpoint, facts, comm, found) as saver:
+            log.say(folded(header(prepared, task, comm) + note))
+            outcome = train(prepared, task, comm, saver, stop, log, environ, found, asked, records)
+        if out is not None and "membership" in prepared.measures:
+            log.say(attack(out, prepared.given, comm))
+    comm.barrier()
+    return outcome
+
+
+def train(
+    prepared: Prepared,
+    task: Task,
+    comm: Comm,
+    saver: Saver,
+    stop: Stop,
+    log: Log,
+    environ: Mapping[str, str],
+    found: Found | None,
+    asked: Asked,
+    records: Sequence[Record],
+) -> Outcome:
+    """The rounds that are left, each logged and, when it is time, saved; then the results. Collective."""
+    cfg, out, first = prepared.cfg, prepared.out, comm.rank == 0
+    plan = plan_of(prepared)
+    state = begin(task, prepared.algorithm, comm, make_memory(prepared, task), cfg.wire)
+    reports = [report_of(one) for one in records]
+    progress = Progress()
+    if found is not None:
+        state, progress = restore(found, state, task.layout.length, comm), found.progress
+    layers = [Layers.of(task.layout, threshold(cfg), task.device)] if "agreement" in prepared.measures else []
+    training = rounds(state, plan, prepared.algorithm, task, comm, layers)
+    for state, report in training:
+        report = replace(report, metric=task.goal.metric)
+        for observer in layers:
+            report = replace(report, measures=observer.after_round(comm, report.clients))
+        if report.round % cfg.eval.every == 0 or report.round == cfg.rounds:
+            report = scored(report, plan, task, state, comm, cfg.eval.batch, asked)
+        saver.trouble = folder.attempt(partial(log.round, report))
+        reports.append(report)
+        progress = moved_on(progress, report, task.goal.rises)
+        stop.round_done()
+        flags = saver.round_done(state, progress, stop.flags, last=report.round == cfg.rounds)
+        if any(flags) and report.round < cfg.rounds:
+            if first and out is not None:
+                saver.trouble = folder.attempt(partial(folder.add_stop, out, report.round, in_words(flags), environ))
+            saver.agree()
+            raise Stopped(report.round, in_words(flags))
+    if first and out is not None and not (out / FINISHED).exists():
+        saver.trouble = folder.attempt(partial(finish, out, task, state, progress))
+    saver.agree()
+    return Outcome(task, state, reports, cfg)
+
+
+def threshold(cfg: Config) -> float:
+    """Return the tau that agreement is measured by; 0 would count nothing, so it means that of the papers."""
+    return cfg.tau or MaskKnobs.tau
+
+
+def check_finished(out: Path, cfg: Config, environ: Mapping[str, str]) -> None:
+    """Refuse a finished run, but for one that is to have more rounds, or whose launcher has started it once more."""
+    finished = read(out / FINISHED, Finished)
+    if finished is None:
+        return
+    again = folder.begun_before(out, environ)
+    if not (cfg.resume == "force" or again) or not (out / folder.CHECKPOINTS).is_dir():
+        raise UserError(
+            f"--out {out} already holds a finished run; choose another folder or remove it, or go on from it with more "
+            "--rounds and --resume force"
+        )
+    if finished["rounds"] >= cfg.rounds and not again:
+        done = finished["rounds"]
+        raise UserError(f"--out {out} holds a finished run of {done} rounds; give more --rounds to go on from it")
+
+
+def find_start(out: Path | None, cfg: Config, facts: Facts, environ: Mapping[str, str], comm: Comm) -> Found | None:
+    """The checkpoint to go on from, with its number of threads, unless one was given; None: begin. Collective."""
+    if out is None:
+        return None
+    words = torch.zeros(3, dtype=torch.int64)  # the round it has stopped after, whether to start over, whether finished
+    with agreed(comm):
+        if comm.rank == 0:
+            before = folder.stopped_before(out, environ)
+            words[0] = before["round"] if before else 0
+            words[1] = cfg.resume == "never" and not folder.begun_before(out, environ)  # it was said to the first life
+            words[2] = (out / FINISHED).exists()
+    comm.broadcast(words)
+    stopped, over, finished = words.tolist()
+    if stopped:
+        raise Stopped(stopped, "already, in this launch")
+    if over:
+        return None
+    found = find(out, facts, comm, cfg.resume == "force")
+    if found is None:
+        if finished:
+            raise UserError(f"--out {out} holds a finished run without a sound checkpoint to go on from")
+        return None
+    if found.round > cfg.rounds:
+        raise UserError(f"{out} has a checkpoint of round {found.round}, and --rounds is {cfg.rounds}; give more")
+    if cfg.threads is None:
+        torch.set_num_threads(found.about["config"]["threads"])
+    with agreed(comm):
+        if comm.rank == 0 and found.round < cfg.rounds:
+            for name in (FINISHED, folder.ATTACK):
+                folder.remove(out / name)
+    return found
+
+
+def read_history(out: Path | None, found: Found | None) -> list[Record]:
+    """The rounds before this life, as far as metrics.jsonl has them; the last one is in the checkpoint, too."""
+    if out is None or found is None:
+        return []
+    return with_last(history(out, found.round), dict(found.about["last"]))
+
+
+def moved_on(progress: Progress, report: Report, rises: bool) -> Progress:
+    """The progress after one more round."""
+    values = [value for value in (progress.best, finite(report.test_metric)) if value is not None]
+    return Progress((max if rises else min)(values) if values else None, record(report))
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a run ended, on every rank."""
+
+    task: Task
+    state: State
+    history: list[Report]
+    cfg: Config
+    """with everything filled in"""
+
+    @property
+    def last(self) -> Report:
+        """The last round's report."""
+        return self.history[-1]
+
+
+def plain_knobs(cfg: Config) -> dict[str, Any]:
+    """Every knob by its dotted name, without the groups."""
+    return {name: value for name, value in knobs(cfg).items() if not dataclasses.is_dataclass(value)}
+
+
+def facts_of(prepared: Prepared, task: Task, data: Data, meta: Ints, device: torch.device) -> Facts:
+    """What must be the same on every rank, and in every life of a run."""
+    cfg, rule, moments = prepared.cfg, prepared.algorithm.local, sorted(prepared.algorithm.server.moments)
+    config = plain_knobs(cfg) | {"device": device.type}
+    partition, labels = task.partition, data.class_labels(needed=False)
+    pieces: list[bytes | np.ndarray] = [repr((data.shape, data.samples, data.tests)).encode()]
+    pieces += [partition.offsets, partition.order, partition.shared, meta]
+    pieces += [] if labels is None else [labels]
+    if isinstance(data, Arrays):
+        pieces += [data.sha256.encode()] if data.sha256 else [t.contiguous().numpy() for t in (data.x, data.test_x)]
+        pieces.append(data.test_y.contiguous().numpy())
+    prints = {
+        "model": sha256(repr(task.layout).encode()),
+        "algorithm": sha256(repr((rule.sends, rule.keeps, rule.normalised, moments)).encode()),
+        "data set or split of it": sha256(*pieces),
+    }
+    return Facts(config, prints)
+
+
+def compare_ranks(facts: Facts, comm: Comm) -> None:
+    """Refuse ranks whose model, rules, data or split differ. Collective."""
+    for what, sha in facts.prints.items():
+        same_everywhere(what, comm, sha.encode())
+
+
+def sha256(*pieces: bytes | np.ndarray) -> str:
+    """The SHA-256 of bytes and arrays, one behind the other."""
+    sha = hashlib.sha256()
+    for piece in pieces:
+        sha.update(piece if isinstance(piece, bytes) else np.ascontiguousarray(piece).data)
+    return sha.hexdigest()
+
+
+def same_everywhere(what: str, comm: Comm, content: bytes) -> None:
+    """Refuse ranks that differ in something that must be the same on all. Collective."""
+    rows = torch.zeros(comm.size, dtype=torch.int64)
+    rows[comm.rank] = int(sha256(content)[:14], 16)
+    comm.sum(rows)
+    odd = [rank for rank in range(comm.size) if rows[rank] != rows[0]]
+    if odd:
+        raise UserError(f"ranks {odd} have another {what} than rank 0; give all ranks the same")
+
+
+def check_threads(comm: Comm) -> None:
+    """Warn where the ranks' numbers of threads differ: the bits then depend on who trains whom. Collective."""
+    rows = torch.zeros(comm.size, dtype=torch.int64)
+    rows[comm.rank] = torch.get_num_threads()
+    comm.sum(rows)
+    if comm.rank == 0 and len(set(rows.tolist())) > 1:
+        warnings.warning("ranks have %s threads; equal bits need equal ones: give --threads", rows.tolist())
+
+
+def describe_run(
+    out: Path, cfg: Config, data: Data, partition: Partition, meta: Ints, environment: dict[str, Any]
+) -> None:
+    """Write what is needed to repeat the run."""
+    write(out / CONFIG, yaml.safe_dump(dataclasses.asdict(cfg), sort_keys=False))
+    write(out / "environment.json", json.dumps(environment, indent=2) + "\n")
+    about: dict[str, Any] = {"data": cfg.data, "split": cfg.split, "seed": cfg.seed}
+    about["skew"] = dataclasses.asdict(cfg.skew)
+    about["objective"] = {"name": data.goal.name, "metric": data.goal.metric, "rises": data.goal.rises}
+    if data.note:
+        about["note"] = data.note
+    labels = data.class_labels(needed=False)
+    y, kinds = (np.zeros(data.samples, dtype=np.int64), 1) if labels is None else (labels, data.kinds)
+    if len(meta):
+        counts = np.bincount(y[meta], minlength=kinds)
+        sha = hashlib.sha256(meta.astype("<i8").tobytes()).hexdigest()
+        about["meta"] = {"seed": cfg.meta.seed, "sha256": sha, "histogram": counts.tolist(), "shared": cfg.meta.share}
+    write(out / "partition.json", json.dumps(partition.manifest(y, kinds, **about)) + "\n")
+
+
+def finish(out: Path, task: Task, state: State, progress: Progress) -> None:
+    """Write the model under its own names, then the file that says the run is done."""
+    aside = out / f".{MODEL}"
+    folder.remove(aside)
+    save_file(trained_tensors(task, state), aside, metadata={"format": "pt"})
+    folder.sync(aside)
+    os.replace(aside, out / MODEL)
+    last, metric = progress.last or {}, task.goal.metric
+    done = {
+        "rounds": state.round,
+        f"test_{metric}": last.get(f"test_{metric}"),
+        "test_loss": last.get("test_loss"),
+        f"best_test_{metric}": progress.best,
+        "model_sha256": hashlib.sha256((out / MODEL).read_bytes()).hexdigest(),
+        "fedmpi": __version__,
+    }
+    write(out / FINISHED, json.dumps(done, indent=2) + "\n")
+
+
+def trained_tensors(task: Task, state: State) -> dict[str, Tensor]:
+    """The model's state dict, each tensor in memory of its own."""
+    task.load(state.model_N, state.ints)
+    return {
+        name: t.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, t in task.model.state_dict().items()
+    }
+
+
+def finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def scheduled(schedule: str) -> str:
+    return "" if schedule == "constant" else f" ({schedule})"
+
+
+def header(prepared: Prepared, task: Task, comm: Comm) -> str:
+    """What is about to run, in three lines."""
+    cfg = prepared.cfg
+    held = f"; {cfg.meta.size} samples held out" if cfg.meta.size else ""
+    uses = [f"meta step lr {cfg.meta.lr:g}"] * bool(cfg.meta.lr) + ["a copy for every client"] * bool(cfg.meta.share)
+    held += f" ({', '.join(uses) or 'not used'})" if cfg.meta.size else ""
+    threads = torch.get_num_threads()
+    ranks = f"{comm.size} rank{'s' * (comm.size > 1)} ({comm.name}), {threads} thread{'s' * (threads > 1)} each"
+    made = isinstance(prepared.given.algorithm, Algorithm)
+    step = replace(cfg.step, together=min(cfg.step.together, cfg.cohort))
+    return (
+        f"{'an algorithm of your own' if made else rules(cfg)}\n"
+        f"{cfg.model}, {task.layout.params:,} parameters; "
+        f"step: {describe_step(step, by_hand=task.by_hand is not None and step.together == 1)}\n"
+        f"{cfg.data} split {cfg.split} over {cfg.clients} clients, {cfg.cohort} per round{held}; {ranks}, sum {cfg.sum}"
+    )
+
+
+def rules(cfg: Config) -> str:
+    """The algorithm in words: what a client does, the mask, what the server does."""
+    variant = f", variant {cfg.server.variant}" if cfg.server.rule in VARIED else ""
+    tau = "" if cfg.mask == "mean" else f" (tau {cfg.tau:g})"
+    client = f"client {cfg.local.rule} lr {cfg.local.lr:g}{scheduled(cfg.local.schedule)}"
+    client += "" if cfg.local.work == "full" else f", work {cfg.local.work}"
+    server = f"server {cfg.server.rule} lr {cfg.server.lr:g}{scheduled(cfg.server.schedule)}{variant}"
+    server += f", momentum {cfg.server.momentum:g}" if cfg.server.momentum and not variant else ""
+    return f"{cfg.algorithm} with mask {cfg.mask}{tau}: {client}, {server}"
+
+
+def describe_step(step: Step, by_hand: bool = False) -> str:
+    """The path in words, for the head of a run."""
+    words = [step.layout, step.precision] + ["gradient by hand"] * by_hand
+    words += [f"compiled ({step.compile})"] if step.compile != "none" else []
+    words += [f"{step.together} clients at once"] if step.together > 1 else []
+    return ", ".join(words)

@@ -1,0 +1,412 @@
+"""Read the records of a run folder: regular files only, bounded in size and nesting, checked against a schema.
+
+A schema is a TypedDict. Keys that some version does not write are in a part that is not `total`; keys that no schema
+has are kept unread, so that versions read each other's folders. A file that is not what a run writes is `Damaged`, one
+that the disk does not hand over a `FileError`: both are faults (exit code 1), and both name the file and a way out.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from types import UnionType
+from typing import (
+    Annotated,
+    Any,
+    BinaryIO,
+    TypedDict,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
+
+import yaml
+
+from ..errors import FileError, reason
+
+MOST_BYTES = 1 << 24  # of a record
+MOST_LINES_BYTES = 1 << 28  # of a file of lines: a hundred thousand rounds with some kB each
+LONGEST = 1 << 22  # of a line
+DEEPEST = 16  # brackets in brackets; a run writes 4
+NESTING = re.compile(rb'"(?:[^"\\]|\\.)*"?|[\[\]{}]', re.DOTALL)
+LOADER: type[yaml.SafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+GROUPS = 3  # of a configuration: a knob's list in a group
+CURE = "restore it from a copy, or move it away"
+
+T = TypeVar("T")
+
+
+class Damaged(FileError):
+    """A file of a run folder that is not what a run writes there."""
+
+    def __init__(self, path: Path, what: str, cure: str = CURE) -> None:
+        super().__init__(f"{path} {what}; {cure}")
+        self.what = f"{path.name} {what}"
+        """the same without folder and way out"""
+
+
+# ------------------------------------------------------------------------------------------------------- The records
+
+Count = Annotated[int, range(2**53)]
+Numbers = dict[str, float | None]
+Plain = Annotated[str, re.compile(r"[\w-][\w.-]*", re.ASCII)]  # a file's name, never a path
+JobId = Annotated[str, re.compile(r"\d+([_+]\d+)?", re.ASCII)]  # it goes to kill and scancel
+
+
+class Knobs(TypedDict):
+    """What is read of a checkpoint's configuration whatever the run is."""
+
+    threads: Annotated[int, range(1, 2**16)]
+
+
+class Manifest(TypedDict):
+    """checkpoints/round-N/manifest.json"""
+
+    torch: str
+    round: Annotated[int, range(1, 2**53)]
+    ranks: Annotated[int, range(1, 2**31)]
+    vectors: list[str]
+    ints: list[int]
+    config: Knobs
+    prints: dict[str, str]
+    best: float | None
+    last: dict[str, Any]
+    parts: list[str]
+
+
+class FileRecord(TypedDict):
+    """A file in a part list."""
+
+    name: Plain
+    sha256: str
+    bytes: Count
+
+
+class Part(TypedDict):
+    """checkpoints/round-N/part-R.json"""
+
+    slice: FileRecord
+    clients: list[FileRecord]
+
+
+class FinishedOptional(TypedDict, total=False):
+    test_loss: float | None
+    model_sha256: str
+    fedmpi: str
+
+
+class Finished(FinishedOptional):
+    """finished.json; it also has test_METRIC and best_test_METRIC."""
+
+    rounds: Count
+
+
+class StoppedOptional(TypedDict, total=False):
+    time: float
+    launch: list[str]
+
+
+class Stopped(StoppedOptional):
+    """stopped.json"""
+
+    round: Count
+    why: str
+
+
+class Owner(TypedDict, total=False):
+    """lock"""
+
+    host: str
+    pid: int
+    launcher: str
+    ranks: int
+    job: JobId | None
+    element: str | None
+    since: float
+
+
+class Start(TypedDict, total=False):
+    """A line of starts.jsonl."""
+
+    time: float
+    round: Count
+    ranks: int
+    launcher: str
+    host: str
+    job: JobId | None
+    element: str | None
+    restart: int
+    launch: list[str]
+
+
+class Life(TypedDict, total=False):
+    """A line of lives.jsonl."""
+
+    time: float
+    job: JobId | None
+    element: str | None
+    code: int
+    round: Count
+    again: bool
+    why: str
+
+
+class SubmittedOptional(TypedDict, total=False):
+    executor: str
+    host: str
+    ranks: int
+    logs: str
+
+
+class Submitted(SubmittedOptional):
+    """job.json"""
+
+    job: JobId
+
+
+class Cancelled(TypedDict):
+    """cancelled"""
+
+    time: float
+
+
+class Goal(TypedDict, total=False):
+    """The objective in partition.json."""
+
+    metric: str
+    rises: bool
+
+
+class Dealt(TypedDict, total=False):
+    """partition.json; its histogram is checked where it is drawn."""
+
+    objective: Goal
+    clients: Count
+    samples: Count
+    sha256: str
+
+
+class Environment(TypedDict, total=False):
+    """environment.json"""
+
+    versions: dict[str, Any]
+    size: int
+
+
+class Verdict(TypedDict, total=False):
+    """How well an attacker did."""
+
+    accuracy: float | None
+    auc: float | None
+    advantage: float | None
+
+
+class Control(TypedDict, total=False):
+    """The attackers on the model before training."""
+
+    logistic: Verdict | None
+    loss: Verdict | None
+
+
+class Attack(Control, total=False):
+    """attack.json"""
+
+    judged: Count | None
+    control: Control | None
+
+
+# ---------------------------------------------------------------------------------------------------------- Checking
+
+WORDS = {bool: "true or false", str: "a text", int: "a whole number", float: "a number", list: "a list"}
+WORDS |= {dict: "an object", type(None): "null"}
+
+
+def fault(value: Any, kind: Any, where: str) -> str:
+    """Return what is wrong with a value as JSON has it, by the type that it should have; '' if nothing is."""
+    origin, parts = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return ""
+    if origin in (Union, UnionType):
+        each = [fault(value, one, where) for one in parts]
+        return "" if "" in each else each[0]
+    if origin is Annotated:
+        base, rule = parts
+        if found := fault(value, base, where):  # first: to look for a fraction in a range takes for ever
+            return found
+        fits = value in rule if isinstance(rule, range) else rule.fullmatch(value)
+        return "" if fits else f"has {short(value)} for {where}"
+    shape = dict if is_typeddict(kind) else origin or kind
+    accepted = (int, float) if shape is float else shape
+    sound = isinstance(value, accepted) and (shape is bool or not isinstance(value, bool))
+    if not sound or (type(value) is int and abs(value) >= 2**63):
+        return f"has {short(value)} for {where}, not {WORDS[shape]}"
+    inside: Any = ()
+    if is_typeddict(kind):
+        if missing := sorted(kind.__required_keys__ - value.keys()):
+            return f"has no '{missing[0]}'" + (f" in {where}" if where != WHOLE else "")
+        inside = ((value[key], one, f"'{key}'") for key, one in hints(kind).items() if key in value)
+    elif origin is list:
+        inside = ((one, parts[0], f"an element of {where}") for one in value)
+    elif origin is dict:
+        inside = ((one, parts[1], f"'{short(key)}' in {where}") for key, one in value.items())
+    return next(filter(None, (fault(*one) for one in inside)), "")
+
+
+WHOLE = "its content"
+
+
+@functools.cache
+def hints(kind: Any) -> dict[str, Any]:
+    """Return the keys of a TypedDict with their types."""
+    return get_type_hints(kind, include_extras=True)
+
+
+def short(value: Any) -> str:
+    """Return a value in a few characters, for an error message."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."
+
+
+# ----------------------------------------------------------------------------------------------------------- Reading
+
+
+def opened(path: Path) -> BinaryIO:
+    """Open a regular file, also by a link to one; anything else is `Damaged`, without waiting for its other end."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.ENODEV):  # a link to itself, a socket, a device
+            raise Damaged(path, f"is no regular file ({error.strerror})") from None
+        raise
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise Damaged(path, "is no regular file")
+    return os.fdopen(handle, "rb")
+
+
+def load(path: Path, most: int = MOST_BYTES) -> bytes:
+    """Return what a small file holds; an OSError where that cannot be told at the moment."""
+    with opened(path) as file:
+        check_size(path, file, most)
+        return file.read(most)
+
+
+def check_size(path: Path, file: BinaryIO, most: int) -> int:
+    """Return the size of a file; `Damaged` for one that is larger than any that a run writes."""
+    size = os.fstat(file.fileno()).st_size
+    if size > most:
+        raise Damaged(path, f"has {size:,} bytes, and a run writes at most {most:,}")
+    return size
+
+
+def parse(path: Path, raw: bytes) -> Any:
+    """Return the JSON in a file's bytes; `Damaged` where there is none, or brackets in brackets without end."""
+    try:
+        if too_deep(raw):
+            raise Damaged(path, f"has more than {DEEPEST} brackets in each other")
+        return json.loads(raw)
+    except (ValueError, RecursionError):
+        raise Damaged(path, "is no JSON") from None
+
+
+def too_deep(raw: bytes) -> bool:
+    """Return whether JSON has more than `DEEPEST` brackets in each other."""
+    if raw.count(b"{") + raw.count(b"[") <= DEEPEST:
+        return False
+    depth = 0
+    for match in NESTING.finditer(raw):
+        depth += (match[0] in b"[{") - (match[0] in b"]}")
+        if depth > DEEPEST:
+            return True
+    return False
+
+
+def checked(path: Path, value: Any, kind: type[T]) -> T:
+    """Return a value that has the shape of its schema; else `Damaged`."""
+    if trouble := fault(value, kind, WHOLE):
+        raise Damaged(path, trouble)
+    found: T = value
+    return found
+
+
+def read(path: Path, kind: type[T], most: int = MOST_BYTES) -> T | None:
+    """Return the record in a file, None where there is no file; `Damaged` for one that is not what a run writes, and a
+    `FileError` where the disk fails."""
+    with faults(path):
+        try:
+            raw = load(path, most)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return checked(path, parse(path, raw), kind)
+
+
+def read_yaml(path: Path) -> Any:
+    """Return what the configuration in a run folder says; `Damaged` for one that cannot be read. By libyaml where it is
+    there, as a report may read a thousand; it would overrun the stack on brackets in brackets, so these are refused
+    before."""
+    with faults(path):
+        try:
+            text, depth = load(path).decode(), 0
+            for event in yaml.parse(text, Loader=LOADER):
+                depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+                if depth > GROUPS:
+                    raise Damaged(path, f"has more than {GROUPS} groups in each other")
+            return yaml.load(text, Loader=LOADER)
+        except (ValueError, yaml.YAMLError) as error:
+            raise Damaged(path, f"is no YAML ({' '.join(str(error).split())})") from None
+
+
+class faults:
+    """Turns an OSError about a file of a run folder into a `FileError`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError):
+            raise FileError(
+                f"{self.path} cannot be read ({reason(error)}); nothing was changed: see to that and try again"
+            ) from error
+
+
+def lines(path: Path, tail: int | None = None) -> Iterator[bytes]:
+    """Return the lines of a file one by one, or those of its last `tail` bytes; none where there is no file."""
+    with faults(path):
+        try:
+            file = opened(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        with file:
+            if tail is None:
+                check_size(path, file, MOST_LINES_BYTES)
+            else:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - tail))
+            number = 0
+            while line := file.readline(LONGEST):
+                number += 1
+                if len(line) == LONGEST:
+                    raise Damaged(path, f"has a line {number} of more than {LONGEST:,} bytes")
+                yield line
+
+
+def records(path: Path, kind: type[T]) -> list[T]:
+    """Return the sound lines of a file to which lines are added; one that was cut short by a kill is left out."""
+    found = []
+    for line in lines(path):
+        try:
+            found.append(checked(path, parse(path, line), kind))
+        except Damaged:
+            continue
+    return found

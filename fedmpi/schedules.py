@@ -1,0 +1,108 @@
+"""Values that change over rounds or clients, given as words, and the parser of such words.
+
+A learning rate schedule is `constant`, `step:30,0.1` (times 0.1 every 30 rounds) or `cosine` (half a cosine from the
+full rate towards 0; `cosine:0.01` towards a hundredth of it), each optionally after a linear warm-up:
+`warmup:5+cosine`. A rate depends on the round number alone, so a run can resume anywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+
+from .errors import UserError, nearest, unknown
+
+Rate = Callable[[int], float]
+"""the learning rate of round t = 1, 2, ..."""
+
+SCHEDULES = {"constant": (), "step": ("rounds", "factor"), "cosine": ("last?",)}
+ALL = SCHEDULES | {"warmup": ("rounds",)}
+
+
+def as_rate(lr: float | Rate) -> Rate:
+    """The rate itself, or the one that is the same in every round."""
+    return lr if callable(lr) else lambda t: lr
+
+
+def make_rate(option: str, schedule: str, lr: float, rounds: int) -> Rate:
+    """The learning rate lr under a schedule, over that many rounds in all."""
+    front, plus, back = schedule.partition("+")
+    name, numbers = read_spec(option, front, ALL)
+    warm, after = 0, front
+    if name == "warmup":
+        warm = whole(option, schedule, "warm-up", numbers["rounds"])
+        after = back or "constant"
+    if plus and (name != "warmup" or not back):
+        raise UserError(
+            f"{option} is '{schedule}'; a '+' stands between a warm-up and a schedule: warmup:rounds+cosine"
+        )
+    factor = decay(option, after, max(rounds - warm, 1))
+
+    def rate(t: int) -> float:
+        return lr * t / (warm + 1) if t <= warm else lr * factor(t - warm)
+
+    return rate
+
+
+def decay(option: str, schedule: str, rounds: int) -> Rate:
+    """The factor of round t = 1 ... rounds of a schedule without its warm-up."""
+    name, numbers = read_spec(option, schedule, SCHEDULES)
+    if name == "step":
+        every = whole(option, schedule, "step", numbers["rounds"])
+        factor = share(option, schedule, numbers["factor"])
+        return lambda t: factor ** ((t - 1) // every)
+    if name == "cosine":
+        last = share(option, schedule, numbers.get("last", 0.0))
+        return lambda t: last + (1 - last) * (1 + math.cos(math.pi * (t - 1) / rounds)) / 2
+    return lambda t: 1.0
+
+
+def whole(option: str, schedule: str, what: str, number: float) -> int:
+    if number < 1 or number != int(number):
+        raise UserError(f"{option} is '{schedule}'; a {what} takes a whole number of rounds, 1 or more")
+    return int(number)
+
+
+def share(option: str, schedule: str, number: float) -> float:
+    if not 0 <= number <= 1:
+        raise UserError(f"{option} is '{schedule}'; its factor must lie in [0, 1]")
+    return number
+
+
+def read_spec(option: str, text: str, known: Mapping[str, tuple[str, ...]]) -> tuple[str, dict[str, float]]:
+    """The name and its numbers by the names that `known` gives them; one that ends in '?' may be left out."""
+    name, colon, rest = text.partition(":")
+    if name not in known:
+        near = nearest(name, known)
+        hint = f"did you mean '{form(near, known[near])}'? " if near else ""
+        raise UserError(f"unknown {option} '{text}'; {hint}known: {', '.join(form(n, known[n]) for n in known)}")
+    wanted = known[name]
+    given = rest.split(",") if colon else []
+    least = sum(not w.endswith("?") for w in wanted)
+    try:
+        numbers = [float(word) for word in given]
+        sound = least <= len(numbers) <= len(wanted) and all(map(math.isfinite, numbers))
+    except ValueError:
+        sound = False
+    if not sound:
+        numbers_ = ", with numbers" if wanted else ""
+        raise UserError(f"{option} is '{text}'; write it as {form(name, wanted)}{numbers_}")
+    return name, dict(zip((w.rstrip("?") for w in wanted), numbers, strict=False))
+
+
+def form(name: str, wanted: tuple[str, ...]) -> str:
+    """How a spec is written: name:first,second[,third]."""
+    if not wanted:
+        return name
+    words = ",".join(w for w in wanted if not w.endswith("?"))
+    spare = "".join(f"[,{w[:-1]}]" if words else f"[:{w[:-1]}]" for w in wanted if w.endswith("?"))
+    return f"{name}:{words}{spare}" if words else f"{name}{spare}"
+
+
+def read_names(kind: str, text: str, known: Iterable[str]) -> list[str]:
+    """The names in a list with commas, each once; `none` stands for no name."""
+    names, known = [name.strip() for name in text.split(",")], [*known, "none"]
+    for name in names:
+        if name and name not in known:
+            raise unknown(kind, name, known)
+    return list(dict.fromkeys(name for name in names if name not in ("", "none")))

@@ -1,0 +1,357 @@
+"""`fedmpi doctor`: what it finds alone and under the real launchers, what is broken with its cure, and that it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import slurm_box
+import torch
+from conftest import BIN, need, rank_environment
+from shell import sandbox
+
+from fedmpi import commands as cli
+from fedmpi.comm import Comm
+from fedmpi.comm.env import Place
+from fedmpi.comm.threads import ThreadComm, run_threads
+from fedmpi.commands import doctor
+from fedmpi.commands.doctor import Asked, Finding
+
+ALONE = Place("alone", 0, 1, 0, 1)
+PAIR = Place("torchrun", 0, 2, 0, 2)  # on one node
+APART = Place("srun", 0, 2, 0, 1)  # on two
+MODULE = ["-m", "fedmpi", "doctor"]
+Lines = list[dict[str, object]]
+
+
+@pytest.fixture(autouse=True)
+def nobodys_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """No launcher's variables in here, threads and logger put back."""
+    for name in set(os.environ) - set(rank_environment()):
+        monkeypatch.delenv(name)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    with sandbox() as patch:
+        patch.undo()  # places are found for real here
+        monkeypatch.chdir(tmp_path)
+        yield
+
+
+def told(text: str) -> Lines:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def about(check: str, lines: Lines) -> tuple[object, str, str]:
+    """Level, finding and cure of the last line of a check."""
+    line = [line for line in lines if line["check"] == check][-1]
+    return line["level"], str(line["finding"]), str(line["cure"])
+
+
+def examined(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Lines]:
+    """Exit code and lines of the command in this process."""
+    code = cli.main(["doctor", "--json", *arguments])
+    return code, told(capfd.readouterr().out)
+
+
+# Alone
+
+
+def test_alone_all_is_told_and_nothing_fails(capfd: pytest.CaptureFixture[str]) -> None:
+    code, lines = examined(capfd)
+    assert code == 0
+    checks = "python torch devices threads mpi slurm submitit data disk memory files launcher ranks network".split()
+    assert set(checks) <= {line["check"] for line in lines}
+    assert all(line["level"] in ("ok", "--", "warn") for line in lines)
+    assert all(line["cure"] for line in lines if line["level"] != "ok")
+    assert about("torch", lines)[1].startswith(torch.__version__)
+    assert "glyphs" in about("data", lines)[1]
+    assert about("launcher", lines)[1] == "alone: one rank; transport solo"
+
+
+def test_the_report_has_a_line_a_check_and_the_cure_beneath() -> None:
+    lines = [(Finding("ok", "torch", "2.0"), []), (Finding("FAIL", "mpi", "not\nusable", "install it"), [1, 3])]
+    assert doctor.rendered(lines, as_json=False).splitlines() == [
+        "ok    torch          2.0",
+        "FAIL  mpi            ranks 1, 3: not usable",
+        "                     cure: install it",
+    ]
+
+
+def test_a_rank_is_named_where_not_all_that_looked_have_found_the_same() -> None:
+    low, late, well = Finding("warn", "files", "few"), Finding("FAIL", "ranks", "late"), Finding("ok", "files", "many")
+    node = Finding("warn", "disk", "full")  # only one rank of a node looks
+    assert doctor.merged([[node, well], [low, late], [low]]) == [(node, []), (well, []), (low, [1, 2]), (late, [])]
+    assert doctor.merged([[low], [low]]) == [(low, [])]
+    assert doctor.merged([[low, late]], first=1) == [(low, []), (late, [])]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--comm", "tourch"], "unknown transport (--comm) 'tourch'; did you mean 'torch'? known: auto, mpi, torch"),
+        (["--timeout", "0"], "--timeout is 0.0; it must be in (0, 1000000]"),
+        (["--timeout", "soon"], "--timeout is 'soon'; it must be a number"),
+        (["--devise", "cpu"], "unknown option '--devise'; did you mean '--device'?"),
+        (["--device", "gpu"], "unknown device 'gpu'; known: auto, cpu, cuda, cuda:N"),
+        (["--threads", "0"], "--threads is 0; it must be in [1, 256]"),
+        (["now"], "unknown option 'now'; 'fedmpi doctor --help' lists what there is"),
+    ],
+)
+def test_a_wrong_argument_leaves_by_2(words: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", *words]) == 2
+    seen = capfd.readouterr()
+    assert (seen.out, seen.err) == ("", f"fedmpi: {said}\n")
+
+
+def test_help_explains_levels_and_exit_codes(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(["doctor", "--help"])
+    out = " ".join(capfd.readouterr().out.split())
+    assert left.value.code == 0 and "ok, warn, FAIL, or --" in out and "Exit code: 0" in out and "--timeout" in out
+
+
+# What is broken, and its cure
+
+
+def test_without_mpi_only_who_needs_it_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py" / "__init__.py").write_text("raise ImportError('no MPI library for this test')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    code, lines = examined(capfd)
+    assert (code, about("mpi", lines)[0]) == (0, "--")
+    code, lines = examined(capfd, "--comm", "mpi")
+    assert code == 1
+    level, text, cure = about("mpi", lines)
+    assert (level, text) == ("FAIL", "not usable: ImportError: no MPI library for this test") and "mpich" in cure
+
+
+def test_a_data_root_that_is_not_there_fails(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code, lines = examined(capfd, "--data_root", str(tmp_path / "no" / "where"))
+    level, text, cure = about("data", lines)
+    assert (code, level) == (1, "FAIL") and "there is no such folder" in text and "make it" in cure
+
+
+def test_a_run_folder_that_is_a_file_fails(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "taken").write_text("")
+    code, lines = examined(capfd, "--out", str(tmp_path / "taken" / "run"))
+    bad = [line for line in lines if line["level"] == "FAIL"]
+    assert code == 1 and [line["check"] for line in bad] == ["disk"] and "--out" in str(bad[0]["cure"])
+
+
+def test_a_meeting_point_that_does_not_resolve_fails_at_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A run would look the name up again and again until its time is over."""
+    world = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "n0.invalid", "MASTER_PORT": "9"}
+    for name, value in world.items():
+        monkeypatch.setenv(name, value)
+    code, lines = examined(capfd)
+    level, text, cure = about("meeting", lines)
+    assert (code, level) == (1, "FAIL") and "n0.invalid, which does not resolve" in text and "MASTER_ADDR" in cure
+    assert "ranks" not in {line["check"] for line in lines}, "nobody was waited for"
+
+
+def test_two_launchers_at_odds_are_told(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}.items():
+        monkeypatch.setenv(name, value)
+    code, lines = examined(capfd)
+    assert code == 1 and about("launcher", lines)[0] == "FAIL" and "RANK=1" in about("launcher", lines)[1]
+
+
+def test_interfaces_and_names_that_other_nodes_cannot_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(place: Place, met: bool, **environ: str) -> tuple[str, str]:
+        finding = doctor.network(place, environ, met)[0]
+        return finding.level, finding.text
+
+    assert found(ALONE, True, GLOO_SOCKET_IFNAME="lo")[0] == "ok"
+    assert found(APART, False, GLOO_SOCKET_IFNAME="lo") == ("FAIL", "GLOO_SOCKET_IFNAME=lo does not reach other nodes")
+    assert found(APART, True, GLOO_SOCKET_IFNAME="lo")[0] == "ok", "two nodes of one machine"
+    assert found(PAIR, False, GLOO_SOCKET_IFNAME="no0") == ("FAIL", "GLOO_SOCKET_IFNAME=no0: no such interface")
+    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
+    level, text = found(APART, False)
+    assert level == "warn" and "which only this node reaches" in text
+    assert found(APART, True)[0] == "ok"
+    monkeypatch.setattr(socket, "gethostname", lambda: "this-node.invalid")
+    assert found(ALONE, True) == ("warn", "host name this-node.invalid does not resolve")
+
+
+def test_threads_that_are_at_odds_with_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "available_cores", lambda: 4)
+
+    def found(place: Place, **environ: str) -> Finding:
+        with monkeypatch.context() as patch:
+            for name, value in environ.items():
+                patch.setenv(name, value)
+            return next(doctor.threads(place, Asked()))
+
+    assert found(PAIR).text == "4 cores for 2 ranks of this node, 2 threads each"
+    assert found(PAIR, OMP_NUM_THREADS="2").level == "ok"
+    assert found(PAIR, OMP_NUM_THREADS="1", TORCHELASTIC_RUN_ID="none").level == "ok", "torchrun sets it unasked"
+    odd = found(PAIR, OMP_NUM_THREADS="3")
+    assert odd.level == "warn" and "OMP_NUM_THREADS=3" in odd.text and "--threads 3" in odd.cure
+    crowded = found(Place("torchrun", 0, 8, 0, 8))
+    assert crowded.level == "warn" and "at most 4 ranks" in crowded.cure
+
+
+def test_little_room_is_a_warning_with_a_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "LEAST_SHARED", 1e18)
+    monkeypatch.setattr(doctor, "LEAST_MEMORY", 1e18)
+    monkeypatch.setattr(doctor, "LEAST_DISK", 1e18)
+    assert next(doctor.shared_memory(ALONE, Asked())).level == "ok", "nobody shares it"
+    for check in (doctor.shared_memory, doctor.memory, doctor.disk):
+        finding = next(check(PAIR, Asked()))
+        assert finding.level == "warn" and finding.cure
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (512, limits[1]))
+        few = next(doctor.files(PAIR, Asked()))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert few.level == "warn" and few.text == "at most 512 open files" and "ulimit -n" in few.cure
+
+
+class Garbled(ThreadComm):
+    """A rank that hears a number wrong."""
+
+    def _broadcast(self, x: torch.Tensor, root: int) -> None:
+        super()._broadcast(x, root)
+        x.add_(self.rank == 1)
+
+
+def test_wrong_results_are_seen_by_the_rank_that_has_them() -> None:
+    def look(comm: Comm) -> list[str]:
+        comm.__class__ = Garbled
+        return doctor.wrong_verbs(comm)
+
+    assert run_threads(3, doctor.wrong_verbs) == [[], [], []]
+    assert run_threads(3, look) == [[], ["broadcast"], []]
+
+
+def test_every_rank_hears_what_every_rank_says() -> None:
+    words = ["", "\u00e9t\u00e9", "a much longer sentence than the others"]
+    assert run_threads(3, lambda comm: doctor.tell_all(comm, words[comm.rank])) == [words] * 3
+
+
+# Under the real launchers
+
+NEVER_COMES = """
+import os, sys, time
+if os.environ["PMI_RANK"] == "1":
+    time.sleep(250)
+from fedmpi import commands
+from fedmpi.commands import doctor
+doctor.GRACE = 2
+sys.exit(commands.main(sys.argv[1:]))
+"""
+
+
+def launched(test: Callable[..., None]) -> Callable[..., None]:
+    return pytest.mark.launchers(pytest.mark.timeout(300)(test))
+
+
+def run(command: list[str], **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, env=rank_environment() | env, capture_output=True, text=True, timeout=120)
+
+
+def start(command: list[str], **env: str) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=rank_environment() | env, stdout=pipe, stderr=pipe, text=True)
+
+
+def by_hand(ranks: list[str]) -> list[subprocess.Popen[str]]:
+    """Ranks of a world of two that nobody launches; rank 1 with a number of threads of its own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    threads = {"0": "1", "1": "77"}
+    command = [sys.executable, *MODULE, "--threads", "1", "--timeout", "60" if len(ranks) > 1 else "2"]
+    return [start(command, **world, RANK=rank, LOCAL_RANK=rank, OMP_NUM_THREADS=threads[rank]) for rank in ranks]
+
+
+@launched
+def test_under_torchrun() -> None:
+    done = run([str(BIN / "torchrun"), "--standalone", "--nproc-per-node=2", *MODULE, "--json"])
+    assert done.returncode == 0, done.stderr
+    lines = told(done.stdout)
+    assert about("launcher", lines)[1] == "torchrun: rank 0 of 2, 2 on this node; transport torch"
+    level, said, cure = about("torchrun", lines)
+    assert level == "warn" and "unpickles what it finds there" in said and "fedmpi train --ranks" in cure
+    ranks = [str(line["finding"]) for line in lines if line["check"] == "ranks"]
+    assert ranks[0].startswith("2 ranks met over torch in ") and "4 MB" in ranks[0]
+    assert ranks[1] == "the ranks of a node share memory"
+
+
+@launched
+def test_under_mpiexec(mpiexec: list[str]) -> None:
+    done = run([*mpiexec, "-n", "2", sys.executable, "-m", "mpi4py", *MODULE])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(" launcher ") == 1, "only rank 0 prints"
+    assert "mpi: rank 0 of 2, 2 on this node; transport mpi" in done.stdout
+    assert "2 ranks met over mpi in " in done.stdout and "the ranks of a node share memory" in done.stdout
+
+
+@launched
+def test_a_rank_that_differs_is_named_and_so_is_one_that_never_comes(mpiexec: list[str]) -> None:
+    """Three launches side by side: by hand, rank 1 with other variables; by hand, without rank 1; and MPI without it,
+    where its start waits in C and no thread of Python could speak."""
+    jobs = [*by_hand(["0", "1"]), *by_hand(["0"])]
+    jobs.append(start([*mpiexec, "-n", "2", sys.executable, "-c", NEVER_COMES, "doctor", "--timeout", "2"]))
+    try:
+        said = [job.communicate(timeout=100) for job in jobs]
+    finally:
+        for job in jobs:
+            job.kill()
+    assert [job.returncode for job in jobs] == [0, 0, 1, 1], said
+    assert all("Traceback" not in out + err for out, err in said)
+    first, second, lonely, over_mpi = (out for out, _ in said)
+    assert "rank 1: " in first and "OMP_NUM_THREADS=77" in first and second == ""
+    assert "FAIL  ranks          rank 1 of 2 did not answer" in lonely and "cure: see that" in lonely
+    assert "FAIL  ranks          rank 0 of 2 has waited for 4 s in vain" in over_mpi
+    assert "ok    torch" in over_mpi, "what was found before is told all the same"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[dict[str, str]]:
+    """Variables of a running Slurm."""
+    absent = slurm_box.missing()
+    need("slurm", not absent, f"{', '.join(absent)} not installed (Debian: slurm-wlm, munge)")
+    with slurm_box.slurm() as variables:
+        yield variables
+
+
+@launched
+def test_under_srun_with_and_without_mpi(cluster: dict[str, str], mpiexec: list[str]) -> None:
+    """Over gloo; over MPI; and over MPI without its process manager, where each rank is a world of one."""
+    srun = ["srun", "--nodes=2", "--ntasks-per-node=1", "--time=3"]
+    rank = [sys.executable, *MODULE]
+    done = run([*srun, *rank, "--json"], **cluster)
+    assert done.returncode == 0, done.stderr
+    lines = told(done.stdout)
+    assert about("launcher", lines)[1] == "srun: rank 0 of 2, 1 on this node; transport torch"
+    assert about("mpi", lines)[0] == "--" and "srun --mpi=pmi2" in about("mpi", lines)[2]
+    level, text, _ = about("slurm", lines)
+    assert level == "ok" and " up: 2 " in text
+    done = run([*srun, "--mpi=pmi2", *rank, "--comm", "mpi"], **cluster)
+    assert done.returncode == 0 and "2 ranks met over mpi" in done.stdout, done.stderr
+    done = run([*srun, "--mpi=none", *rank, "--comm", "mpi"], **cluster)
+    assert done.returncode == 1
+    assert "FAIL  ranks          srun started 2 ranks but MPI sees a world of 1, so each rank would" in done.stdout
+    assert "cure: start with 'srun --mpi=pmi2' (MPICH)" in done.stdout
+
+
+@launched
+def test_a_controller_that_does_not_answer_is_a_warning(
+    cluster: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "nowhere.conf"))
+    finding = next(doctor.slurm(ALONE, Asked(timeout=2)))
+    assert finding.level == "warn" and "the controller does not answer" in finding.text and finding.cure

@@ -1,0 +1,300 @@
+"""`fedmpi plan` against what real ranks send and hold."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import shell
+import torch
+from conftest import BIN, REPO, rank_environment
+
+from fedmpi.comm import Comm, share_node
+from fedmpi.comm.env import Place
+from fedmpi.commands import main
+from fedmpi.commands.plan import nodes_of
+from fedmpi.runs.build import prepare
+from fedmpi.runs.config import Config
+from fedmpi.runs.options import parse
+from fedmpi.runs.run import run
+from fedmpi.runs.text import amount
+
+TINY = ["--data", "tiny", "--split", "iid", "--model", "test_plan:plain", "--log_to", "none", "--local.batch", "10"]
+TINY += ["--clients", "12", "--cohort", "5", "--rounds", "2", "--seed", "3", "--checkpoint.keep", "0"]
+RUNS: dict[str, list[str]] = {
+    "fedavg": [],
+    "one client a rank": ["--cohort", "2", "--sum", "float32"],
+    "float32": ["--sum", "float32"],
+    "bf16": ["--sum", "float32", "--wire", "bf16"],
+    "scaffold": ["--algorithm", "scaffold", "--split", "quantity"],
+    "scaffold float32": ["--algorithm", "scaffold", "--sum", "float32", "--cohort", "2"],
+    "fedgma2021": ["--algorithm", "fedgma2021"],
+    "sand": ["--mask", "sand"],
+    "meta step": ["--algorithm", "fedmeta", "--meta.size", "20"],
+    "moments": ["--algorithm", "fedadam"],
+    "many votes": ["--clients", "150", "--cohort", "130", "--rounds", "1"],
+    "batch norm": ["--model", "test_plan:normed"],
+}
+
+
+def plain() -> torch.nn.Module:
+    """A model of 11,843 parameters."""
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(144, 80), torch.nn.ReLU(), torch.nn.Linear(80, 3))
+
+
+def normed() -> torch.nn.Module:
+    """A model with float and integer buffers."""
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(1, 3, 3), torch.nn.BatchNorm2d(3), torch.nn.Flatten(), torch.nn.Linear(300, 3)
+    )
+
+
+@pytest.fixture(autouse=True)
+def tiny_data():
+    """The tiny data in the table."""
+    with shell.sandbox():
+        yield
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
+    """The forecasts of a command line."""
+    assert main(["plan", "--json", *arguments]) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def train_all(comm: Comm, runs: list[Config], ranks_per_node: int) -> None:
+    """Every run on this rank."""
+    share_node(comm, comm.rank // ranks_per_node)
+    place = Place("alone", comm.rank, comm.size, comm.rank, comm.size)
+    with shell.sandbox():
+        for cfg in runs:
+            run(prepare(cfg), comm, place, torch.device("cpu"), {})
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("ranks", "ranks_per_node", "names"),
+    [(2, 1, list(RUNS)), (4, 3, ["fedavg", "bf16", "scaffold", "sand", "meta step", "batch norm"])],
+)
+def test_planned_bytes_are_those_that_real_ranks_count(
+    ranks: int,
+    ranks_per_node: int,
+    names: list[str],
+    gloo: Callable[..., None],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    runs = [parse([*TINY, *RUNS[name], "--out", str(tmp_path / name)]) for name in names]
+    gloo(ranks, train_all, runs, ranks_per_node)
+    for name in names:
+        rounds = [record["bytes_sent"] for record in shell.metrics(tmp_path / name)]
+        (plan,) = planned(capsys, "--ranks", str(ranks), "--ranks_per_node", str(ranks_per_node), *TINY, *RUNS[name])
+        assert plan["sent"]["total"] == sum(rounds) // len(rounds), name
+        assert (plan["sent"]["away"] > 0) == (ranks > ranks_per_node), name
+
+
+WIDE = """
+from torch import nn
+
+
+def wide(classes: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 4000), nn.ReLU(), nn.Linear(4000, classes))
+"""
+
+RANK = """
+import os, resource, sys
+from pathlib import Path
+
+from fedmpi.commands import main
+
+code = main(["train", *sys.argv[1:]])
+peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+(Path(__file__).parent / f"peak-{os.environ['RANK']}").write_text(str(peak))
+sys.exit(code)
+"""
+
+
+@pytest.mark.processes
+def test_planned_memory_is_near_that_of_real_ranks(tmp_path: Path) -> None:
+    (tmp_path / "wide_model.py").write_text(WIDE)
+    options = ["--data", "glyphs", "--split", "iid", "--algorithm", "scaffold", "--model", "wide_model:wide"]
+    options += ["--rounds", "2", "--cohort", "2", "--clients", "100", "--local.steps", "2", "--log_to=none"]
+    options += ["--eval.samples", "500"]
+    environment = rank_environment()
+    environment["PYTHONPATH"] += f"{os.pathsep}{tmp_path}"
+    asked = [sys.executable, "-m", "fedmpi", "plan", "--json", "--ranks", "2", "--ranks_per_node", "2", *options]
+    done = subprocess.run(asked, env=environment, capture_output=True, text=True, timeout=400, check=True)
+    plan = json.loads(done.stdout)
+    command = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node=2", str(tmp_path / "rank.py"), *options]
+    (tmp_path / "rank.py").write_text(RANK)
+    ended = subprocess.run(
+        [*command, "--out", str(tmp_path / "run")], env=environment, capture_output=True, text=True, timeout=400
+    )
+    assert ended.returncode == 0, ended.stderr
+    real = max(int((tmp_path / f"peak-{rank}").read_text()) for rank in range(2))
+    assert 0.8 * real < plan["rank_bytes"] < 1.2 * real
+    assert plan["node_bytes"] < 2 * plan["rank_bytes"]
+
+
+def test_memory_follows_what_an_algorithm_keeps(capsys: pytest.CaptureFixture[str]) -> None:
+    (plain,) = planned(capsys, "--ranks", "2", "--ranks_per_node", "2", *TINY)
+    (float32,) = planned(capsys, "--ranks", "2", "--ranks_per_node", "2", *TINY, "--sum", "float32")
+    (adam,) = planned(capsys, "--ranks", "2", "--ranks_per_node", "2", *TINY, "--algorithm", "fedadam")
+    (scaffold,) = planned(capsys, "--ranks", "2", "--ranks_per_node", "2", *TINY, "--algorithm", "scaffold")
+    params = 11844  # 11,843 and an element of padding
+    # a rank's own row, its row for the other, and the other's row for it, half a vector each; the node has four rows
+    assert plain["memory"]["sums"] == {"rank": 3 * 4 * params, "node": 4 * 4 * params}
+    assert float32["memory"]["sums"] == {"rank": 3 * 2 * params, "node": 4 * 2 * params}
+    assert plain["memory"]["votes"]["rank"] == 3 * params // 2
+    assert plain["memory"]["model"]["node"] == 4 * params
+    assert adam["memory"]["server's moments"]["node"] == 2 * 4 * params
+    assert scaffold["memory"]["channels"] == plain["memory"]["sums"]
+    assert scaffold["memory"]["clients' memories"]["rank"] % (4 * 11843) == 0
+    assert "clients' memories" not in plain["memory"]
+
+
+def test_rows_for_other_nodes_have_memory_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    (one,) = planned(capsys, "--ranks", "2", "--ranks_per_node", "2", *TINY)
+    (two,) = planned(capsys, "--ranks", "2", *TINY)
+    assert one["memory"]["sums"]["rank"] == two["memory"]["sums"]["rank"]
+    assert two["memory"]["sums"]["node"] == two["memory"]["sums"]["rank"]
+    assert two["nodes"] == 2 and one["nodes"] == 1
+
+
+def test_a_thousand_ranks_are_planned_without_one_process(capsys: pytest.CaptureFixture[str]) -> None:
+    small, large = planned(capsys, "--ranks", "4", "1024", "--ranks_per_node", "4", *TINY)
+    assert large["nodes"] == 256 and large["balance"]["empty"] == 1019
+    assert large["balance"]["clients"] == 5 / 1024 and large["balance"]["most"] == 1
+    assert 1 < large["sent"]["most"] / small["sent"]["most"] < 2  # a rank sends hardly more, all of them much more
+
+
+def test_balance_is_that_of_the_real_draw(capsys: pytest.CaptureFixture[str]) -> None:
+    even = ["--split", "iid", "--clients", "10", "--cohort", "10"]
+    two, three = planned(capsys, "--ranks", "2", "3", *TINY, *even)
+    assert two["balance"]["ratio"] == two["balance"]["worst"] == 1 and two["balance"]["waiting"] == 0
+    assert three["balance"]["ratio"] == pytest.approx(4 / (10 / 3)) and three["balance"]["most"] == 4
+    assert three["balance"]["waiting"] == pytest.approx(1 - 10 / 12)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--ranks", "9"], "4 of 9 ranks have no client in a round of 5: use at most 5 ranks, or a larger --cohort"),
+        (["--ranks", "3", "--cohort", "4"], "ranks wait for 33% of local training"),
+        (["--ranks", "4", "--split", "quantity", "--skew.beta", "0.05"], "has more to do than a rank's part"),
+        (["--ranks", "4", "--algorithm", "scaffold", "--cohort", "8"], "clients with a memory train where it is"),
+        (["--ranks", "4", "--model", "logistic"], "numbers of the model: messages cost their latency"),
+    ],
+)
+def test_waste_is_told_in_words(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *TINY, *options]) == 0
+    assert words in capsys.readouterr().out
+
+
+def test_the_tables_name_what_they_count(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--ranks=1,2", *TINY, "--algorithm", "scaffold"]) == 0
+    out = capsys.readouterr().out
+    assert "scaffold with mask" in out and "1 rank (" not in out
+    for words in (
+        "ranks  nodes",
+        "waiting",
+        "sent a round",
+        "work vectors",
+        "program",
+        "clients' memories",
+        "channels",
+    ):
+        assert words in out
+
+
+def test_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "--ranks", "2", *TINY]) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--rounds", "2"], "plan needs to know how many ranks; give world sizes, such as --ranks 2 4 64"),
+        (["--ranks"], "plan needs to know how many ranks"),
+        (["--ranks", "two"], "--ranks is 'two'; it must be a whole number from 1 to 65536"),
+        (["--ranks", "0"], "--ranks is '0'; it must be a whole number"),
+        (["--ranks", "2", "--ranks_per_node", "x"], "--ranks_per_node is 'x'; it must be a whole number"),
+        (["--ranks", "2", "--ranks-per-node"], "--ranks_per_node is ''; it must be a whole number"),
+        (["--ranks", "2", "--algorithm", "fedavgg"], "unknown algorithm 'fedavgg'; did you mean 'fedavg'?"),
+        (["--ranks", "2", "--chort", "3"], "unknown option '--chort'"),
+        (["--ranks", "2", "--cohort", "5000"], "--cohort is 5000 but there are only 100 clients"),
+    ],
+)
+def test_a_wrong_argument_is_one_sentence(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert words in said and said.count("\n") == 1
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--help"]) == 0
+    assert "--ranks_per_node" in capsys.readouterr().out
+    assert main(["plan"]) == 2
+
+
+def test_the_last_node_may_have_fewer_ranks() -> None:
+    assert nodes_of(5, 2) == [[0, 1], [2, 3], [4]]
+    assert nodes_of(2, 4) == [[0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("count", "words"), [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (2.5e9, "2.5 GB"), (4e15, "4e+03 TB")]
+)
+def test_amounts(count: float, words: str) -> None:
+    assert amount(count) == words
+
+
+# The benchmarks
+
+
+def benchmark(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(REPO / "benchmarks" / name), *arguments]
+    return subprocess.run(command, env=rank_environment(), capture_output=True, text=True, timeout=400)
+
+
+@pytest.mark.launchers
+def test_the_benchmark_of_scale_prints_its_ratios() -> None:
+    tiny = ["--clients", "400", "--cohorts", "5", "130", "--samples", "2000", "--rounds", "3", "--turns", "1"]
+    done = benchmark("scale.py", *tiny, "--json")
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(row["clients"], row["cohort"]) for row in rows] == [(400, 5), (400, 130)]
+    assert all(row["peak_mb"] > 100 and row["round_ms"] > 0 and row["startup_s"] > 0 for row in rows)
+    assert rows[0]["peak_mb_ratio"] == 1 and "us_a_client" in rows[1]
+
+
+@pytest.mark.launchers
+def test_the_benchmark_of_the_balance_prints_what_ranks_wait() -> None:
+    tiny = ["--ranks", "2", "--betas", "5", "--model", "logistic", "--clients", "100", "--cohort", "8", "--rounds", "2"]
+    done = benchmark("balance.py", *tiny, "--json")
+    assert done.returncode == 0, done.stderr
+    (row,) = [json.loads(line) for line in done.stdout.splitlines()]
+    assert row["even_rounds"] == 2
+    for name in ("planned", "planned_in_turn", "waiting", "cpu", "load", "steps", "samples", "homes"):
+        assert 0 <= row[name] < 1, name
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "words"),
+    [
+        ("scale.py", ["--clients", "10", "--cohorts", "20"], "the largest --cohorts must fit the largest --clients"),
+        ("balance.py", ["--ranks", "1"], "a rank alone waits for nobody"),
+        ("balance.py", ["--model", "lent"], "unknown model 'lent'"),
+    ],
+)
+def test_a_benchmark_refuses_what_makes_no_sense(name: str, arguments: list[str], words: str) -> None:
+    done = benchmark(name, *arguments)
+    assert done.returncode == 2 and words in done.stderr

@@ -1,0 +1,210 @@
+"""Gradients that are written out, against those of autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from federation import CPU, partition
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from fedmpi.clients.execution import Path
+from fedmpi.clients.feed import Batch
+from fedmpi.clients.task import Task
+from fedmpi.data import Arrays
+from fedmpi.data.objective import CLASSIFY, REGRESS
+from fedmpi.models.kernels.byhand import by_hand
+from fedmpi.models.kernels.convpool import Room
+from fedmpi.models.lenet import LeNet
+from fedmpi.models.logistic import Logistic
+
+SAMPLES, CLASSES = 30, 5
+
+
+def colour() -> LeNet:
+    return LeNet(3, 20, 17, CLASSES, widths=(4, 3))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "lenet": lambda: LeNet(3, 20, 17, CLASSES),
+    "dropout": lambda: LeNet(3, 20, 17, CLASSES, dropout=0.5),
+    "narrow": colour,
+    "logistic": lambda: Logistic(3 * 20 * 17, CLASSES),
+}
+
+
+def arrays() -> Arrays:
+    rng = torch.Generator().manual_seed(2)
+    x = torch.randn(SAMPLES, 3, 20, 17, generator=rng)
+    y = torch.randint(0, CLASSES, (SAMPLES,), generator=rng)
+    return Arrays("made", CLASSES, x, y, x[:2], y[:2])
+
+
+def task(model: nn.Module, channels_last: bool = False, **changes) -> Task:
+    data = replace(arrays(), **changes.pop("data", {}))
+    made = {"dtype": torch.float64} | changes
+    made_of = Task(model.to(made["dtype"]), data, partition(), 11, CPU, 1, channels_last, **made)
+    made_of.model.train()
+    return made_of
+
+
+def both(of: Task, batch: Batch) -> tuple[list[Tensor], list[Tensor]]:
+    """Loss and gradient: written out, and by autograd."""
+    assert of.by_hand is not None
+    of.grad_P.fill_(torch.nan)  # all of it is written
+    ours = [of.gradient(batch), of.grad_P.clone()]
+    hand, of.by_hand = of.by_hand, None
+    theirs = [of.gradient(batch), of.grad_P.clone()]
+    of.by_hand = hand
+    return ours, theirs
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+@settings(deadline=None, max_examples=15)
+@given(numbers=st.lists(st.integers(0, SAMPLES - 1), min_size=1, max_size=9), seed=st.integers(0, 2**40))
+def test_it_is_the_gradient_of_autograd(name: str, channels_last: bool, numbers: list[int], seed: int) -> None:
+    """Of any batch, and with what dropout draws for it, which is what autograd's forward pass would draw."""
+    torch.manual_seed(5)
+    ours, theirs = both(task(MODELS[name](), channels_last), Batch(torch.tensor(numbers), seed))
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.allclose(a, b, rtol=1e-10, atol=1e-13)
+    assert ours[1].any()
+
+
+def test_dropout_drops_for_each_batch_anew_and_for_the_same_one_alike() -> None:
+    of = task(MODELS["dropout"]())
+    losses = [float(of.gradient(Batch(torch.arange(8), seed))) for seed in (1, 2, 1)]
+    assert losses[0] == losses[2] != losses[1]
+
+
+def test_the_gradient_is_where_the_parameters_are_now() -> None:
+    """The task moves them in place."""
+    of, batch = task(colour()), Batch(torch.arange(6), 0)
+    before = of.gradient(batch)
+    of.x_N.mul_(0.5)
+    ours, theirs = both(of, batch)
+    assert ours[0] != before and torch.allclose(ours[1], theirs[1], rtol=1e-10, atol=1e-13)
+
+
+class FromADataset:
+    """A feed whose labels nobody has checked."""
+
+    def __init__(self, y: Tensor) -> None:
+        self.y = y
+
+    def train(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        x = arrays().x.double()[batch.samples]
+        return x, self.y[batch.samples]
+
+
+@pytest.mark.parametrize("passed_over", [True, False])
+def test_labels_that_the_cross_entropy_passes_over_are_left_to_autograd(passed_over: bool) -> None:
+    """It takes -100 for no label; and a column of labels for labels."""
+    of, y = task(colour()), arrays().y.unsqueeze(1)
+    if passed_over:
+        y[1] = -100
+    of.feed = FromADataset(y)  # type: ignore[assignment]
+    called: list[int] = []
+    hand = of.by_hand
+    of.by_hand = lambda x, y: (called.append(len(y)), hand(x, y))[1]  # type: ignore[assignment]
+    ours, theirs = both(of, Batch(torch.arange(4), 0))
+    assert torch.allclose(ours[0], theirs[0]) and torch.allclose(ours[1], theirs[1], rtol=1e-10, atol=1e-13)
+    assert called == ([] if passed_over else [4])
+
+
+def test_rooms_are_given_back() -> None:
+    Room.spare.clear()
+    of = task(colour())
+    for count in (4, 4, 3):
+        of.gradient(Batch(torch.arange(count), 0))
+    assert sorted(room.key[0][0] for room in Room.spare) == [3, 3, 4, 4]
+
+
+class Inverted(LeNet):
+    """A LeNet that does more than its layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return -super().forward(x)
+
+
+class Named(LeNet):
+    """A LeNet that does not."""
+
+
+def hooked() -> nn.Module:
+    model = colour()
+    model.fc1.register_forward_hook(lambda module, inputs, out: 2 * out)
+    return model
+
+
+class Stranger(nn.Linear):
+    """Somebody's model that has a network of another kind."""
+
+    @property
+    def network(self) -> str:
+        raise RuntimeError("nobody is to ask")
+
+
+def hooked_tensor() -> nn.Module:
+    model = colour()
+    model.fc1.bias.register_hook(lambda grad: 2 * grad)
+    return model
+
+
+def frozen() -> nn.Module:
+    model = colour()
+    model.fc2.weight.requires_grad_(False)
+    return model
+
+
+def without_bias() -> nn.Module:
+    model = colour()
+    model.fc2 = nn.Linear(120, 84, bias=False)
+    return model
+
+
+def another_layer() -> nn.Module:
+    model = colour()
+
+    class Twice(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    model.fc2 = Twice(120, 84)
+    return model
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Inverted(3, 20, 17, CLASSES),
+        hooked,
+        hooked_tensor,
+        frozen,
+        without_bias,
+        another_layer,
+        lambda: nn.Linear(3, 2),
+        lambda: Stranger(3, 2),
+    ],
+)
+def test_what_is_more_than_its_network_is_left_to_autograd(make: Callable[[], nn.Module]) -> None:
+    model = make()
+    params = [p for p in model.parameters() if p.requires_grad]
+    assert by_hand(model, params, [torch.zeros_like(p) for p in params]) is None
+
+
+def test_so_are_other_losses_and_other_paths() -> None:
+    assert task(Named(3, 20, 17, CLASSES)).by_hand is not None
+    assert task(colour(), path=Path(precision="bf16"), dtype=torch.float32).by_hand is None
+    own = replace(CLASSIFY, loss=lambda outputs, labels, how: CLASSIFY.loss(outputs, labels, how))
+    assert task(colour(), data={"objective": own}).by_hand is None
+    numbers = {"y": torch.randn(SAMPLES, CLASSES), "test_y": torch.randn(2, CLASSES), "objective": REGRESS}
+    of = task(Logistic(3 * 20 * 17, CLASSES), data=numbers | {"classes": 0})
+    assert of.by_hand is None
+    of.gradient(Batch(torch.arange(4), 0))
+    assert of.grad_P.any()
