@@ -307,6 +307,7 @@ from fedmpi.data import Arrays, Partition
 from fedmpi.local import Descent, uga
 from fedmpi.models.lenet import LeNet
 from fedmpi.clients.task import Task
+from fedmpi.clients.training import Start
 from fedmpi.cohort import Work
 
 torch.set_num_threads(1)
