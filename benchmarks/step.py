@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from kit import above_zero, median, positive, quartiles
 from torch import nn
 
-from fedmpi.clients.execution import PLAIN, Path, try_path
+from fedmpi.clients.execution import PLAIN, Mode, try_mode
 from fedmpi.clients.task import Task
 from fedmpi.clients.together import Together
 from fedmpi.clients.training import Start
@@ -65,15 +65,15 @@ class Case:
         torch.manual_seed(0)
         return make_model(self.name, MODELS[self.name], self.arrays.offers, self.arrays.name)
 
-    def task(self, channels_last: bool, path: Path = PLAIN, together: int = 1) -> Task:
+    def task(self, channels_last: bool, mode: Mode = PLAIN, together: int = 1) -> Task:
         """The case by a path; a `UserError` where it is not for the model."""
         given = (self.model(), self.arrays, self.partition, 0, CPU, 1, channels_last)
         if together > 1:
             stack = Together(*given, clients=together)
             stack.check(self.name, next(stack.feed.test([torch.arange(2)])))
             return stack
-        task = Task(*given, path=path)
-        try_path(task, self.name, next(task.feed.test([torch.arange(2)])), BATCH)
+        task = Task(*given, mode=mode)
+        try_mode(task, self.name, next(task.feed.test([torch.arange(2)])), BATCH)
         return task
 
 
@@ -150,8 +150,8 @@ def make_paths(
     if case.name not in ("gru", "logistic"):  # they have no convolution: one layout
         ways["channels_last" + " *" * usual] = lambda: (case.task(True), 1)
     ways["contiguous" + " *" * (not usual)] = lambda: (case.task(False), 1)
-    ways["bf16"] = lambda: (case.task(usual, Path("bf16")), 1)
-    ways["compiled"] = lambda: (case.task(usual, Path(compile="default")), 1)
+    ways["bf16"] = lambda: (case.task(usual, Mode("bf16")), 1)
+    ways["compiled"] = lambda: (case.task(usual, Mode(compile="default")), 1)
     for k in at_once:
         ways[f"together {k}"] = lambda k=k: (case.task(usual, together=k), k)
     paths, refused = {}, {}

@@ -148,7 +148,7 @@ def choose(
         if test is not None:
             raise UserError("test is given beside data that bring their own; leave it out")
         chosen["data"] = data if isinstance(data, str) else data.name
-        found = None if isinstance(data, str) else data
+        found: Data | None = None if isinstance(data, str) else data
     else:
         found = of_clients(data, test, chosen)
     return Given(found, module, made), chosen

@@ -492,7 +492,7 @@ WRONG_DATA: dict[str, tuple[Any, Any, str]] = {
     "an item that cannot be read": (
         [Items([], [0])],
         TEST,
-        "data set 'your data': reading its first train item raised IndexError: list index out of range",
+        "data set 'your data' cannot be read: its first train item raised IndexError: list index out of range",
     ),
 }
 

@@ -1,1 +1,1 @@
-"""A rank's clients: a model and its data on one device, as jobs for local rules."""
+"""A rank's clients: a model and its data on one device, offered to local rules as jobs."""

@@ -1,7 +1,7 @@
-"""Augmentation of training images: on the device, a batch at a time, drawn from a seed of the batch alone.
+"""Augmentation of training images, on the device, per batch; the random draws depend on the batch's seed only.
 
-crop:PIXELS   pad by that many black pixels on every side, and cut out a piece of the old size anywhere
-flip          left and right exchanged for half of the images
+crop:PIXELS   pad every side with that many black pixels, then crop to the old size at a random position
+flip          mirror half of the images left to right
 crop:4+flip   both, in this order
 """
 
@@ -22,11 +22,11 @@ Augment = Callable[[Tensor, int], Tensor]
 
 STEPS = {"crop": ("pixels",), "flip": (), "none": ()}
 MOST_PIXELS = 1024
-STREAM = 0x5EED_A06  # what layers draw under the same seed must not be the same numbers
+STREAM = 0x5EED_A06  # separates these draws from those of layers under the same seed
 
 
 def make_augment(text: str, option: str = "--augment") -> Augment | None:
-    """The augmentation that a text describes; None where there is nothing to do."""
+    """Return the augmentation that a text describes; None for "none"."""
     steps: list[Callable[[Tensor, torch.Generator], Tensor]] = []
     for word in text.split("+"):
         name, numbers = read_spec(option, word, STEPS)
@@ -43,7 +43,7 @@ def make_augment(text: str, option: str = "--augment") -> Augment | None:
         return None
 
     def augment(images: Tensor, seed: int) -> Tensor:
-        rng = torch.Generator().manual_seed(seed ^ STREAM)  # on the CPU: the same draws on any device
+        rng = torch.Generator().manual_seed(seed ^ STREAM)  # on the CPU, so that every device gets the same draws
         for step in steps:
             images = step(images, rng)
         return images
@@ -52,7 +52,7 @@ def make_augment(text: str, option: str = "--augment") -> Augment | None:
 
 
 def crop(images: Tensor, rng: torch.Generator, pixels: int) -> Tensor:
-    """Each image moved by up to that many pixels either way, black where nothing was."""
+    """Shift each image by up to that many pixels in each direction, and fill up with black."""
     n, channels, height, width = images.shape
     top, left = torch.randint(2 * pixels + 1, (2, n), generator=rng).to(images.device)
     padded = F.pad(images, (pixels,) * 4)
@@ -64,6 +64,6 @@ def crop(images: Tensor, rng: torch.Generator, pixels: int) -> Tensor:
 
 
 def flip(images: Tensor, rng: torch.Generator) -> Tensor:
-    """Half of the images, at random, seen in a mirror."""
+    """Mirror a random half of the images."""
     mirrored = torch.randint(2, (len(images), 1, 1, 1), generator=rng).bool().to(images.device)
     return torch.where(mirrored, images.flip(-1), images)

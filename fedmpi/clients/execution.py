@@ -1,6 +1,7 @@
-"""How a client's step is computed: the layout in memory, the precision, compiled or not, several clients at once.
+"""Execution modes: the precision of a client's step, and whether the model is compiled.
 
-The defaults are what wins nearly everywhere (benchmarks/step.py). None of it is chosen by a clock.
+The defaults are the fastest nearly everywhere (benchmarks/step.py). No mode is chosen by timing, so bits do not depend
+on the load of a machine.
 """
 
 from __future__ import annotations
@@ -19,23 +20,28 @@ if TYPE_CHECKING:
     from .task import Task
 
 
-
 @dataclass(frozen=True)
-class Path:
-    """How the model is called in training."""
+class Mode:
+    """How training calls the model."""
 
     precision: str = "float32"
-    """float32, or bf16: under autocast, with parameters, outputs and gradients in float32 all the same"""
+    """float32, or bf16: autocast of the forward pass; parameters, outputs and gradients stay float32"""
     compile: str = "none"
     """none, or a mode of torch.compile"""
 
     @property
-    def uncompiled(self) -> Path:
-        """The same, not compiled: for second derivatives, which compiled code does not have."""
+    def uncompiled(self) -> Mode:
+        """Return the same mode without compilation: compiled code has no second derivatives."""
         return replace(self, compile="none")
 
+    @property
+    def options(self) -> str:
+        """Return the command-line options that select this mode."""
+        given = {"--step.precision": (self.precision, "float32"), "--step.compile": (self.compile, "none")}
+        return " and ".join(f"{option} {value}" for option, (value, default) in given.items() if value != default)
+
     def forward(self, model: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-        """The model as training calls it."""
+        """Return the model as training calls it."""
         call = model if self.compile == "none" else compiled(model, self.compile)
         if self.precision == "float32":
             return call
@@ -48,37 +54,35 @@ class Path:
         return forward
 
 
-PLAIN = Path()
+PLAIN = Mode()
 
 
 def compiled(model: Callable[..., Any], mode: str) -> Callable[..., Any]:
-    """The model behind torch.compile: built at its first call, and once more for the first batch of another length."""
+    """Return the compiled model. It is built at the first call, and again for the first batch of another length."""
     try:
         return torch.compile(model, mode=mode)
     except RuntimeError as error:
         raise UserError(f"--step.compile is {mode}, but torch.compile: {one_line(error)}; leave it out") from error
 
 
-def try_path(task: Task, name: str, samples: Pair, batch: int) -> None:
-    """Refuse a path that the model does not take, before anything has started; the model stays as it is."""
-    if task.path == PLAIN:
+def try_mode(task: Task, name: str, samples: Pair, batch: int) -> None:
+    """Raise a UserError if the model cannot be trained in the task's mode. The model is left unchanged."""
+    if task.mode == PLAIN:
         return
     start = task.start()
-    x, y = (several(t, batch).to(task.device) for t in samples)
+    x, y = (repeat(t, batch).to(task.device) for t in samples)
     task.model.train()
     try:
         torch.autograd.backward(task.goal.loss(task.forward(x), y, "mean"))
     except Exception as error:
-        options = [f"--step.precision {task.path.precision}"] * (task.path.precision != "float32")
-        options += [f"--step.compile {task.path.compile}"] * (task.path.compile != "none")
-        hint = " (on a CPU a C++ compiler is needed: g++, or what CXX names)" if task.path.compile != "none" else ""
+        hint = "" if task.mode.compile == "none" else " (on a CPU torch.compile needs a C++ compiler: g++, or set CXX)"
         raise UserError(
-            f"model '{name}' cannot be trained with {' and '.join(options)}: {type(error).__name__}: "
+            f"model '{name}' cannot be trained with {task.mode.options}: {type(error).__name__}: "
             f"{one_line(error)}{hint}; leave it out"
         ) from error
     task.load(*start)
 
 
-def several(some: Tensor, count: int) -> Tensor:
-    """A few samples over and over, until there are that many."""
-    return some.repeat(-(-count // len(some)), *[1] * (some.dim() - 1))[:count]
+def repeat(samples: Tensor, count: int) -> Tensor:
+    """Repeat samples until there are `count` of them."""
+    return samples.repeat(-(-count // len(samples)), *[1] * (samples.dim() - 1))[:count]

@@ -1,9 +1,9 @@
-"""From samples by number to what a model takes, on one rank's device.
+"""Turn sample indices into model inputs on one rank's device.
 
-`ArrayFeed` has everything in memory: a batch is picked by index, augmented, painted and normalised when it is used.
-`DatasetFeed` reads a user's map-style Dataset, item by item, in this process or in `workers` others that read ahead.
-What a Dataset's own transforms draw (from torch, numpy or random) is seeded for every item, so that it depends on
-(seed, round, client, batch, sample) and not on the workers.
+`ArrayFeed` holds everything in memory: a batch is indexed, augmented, coloured and normalised when it is used.
+`DatasetFeed` reads a user's map-style Dataset item by item, in this process or in `workers` processes that prefetch.
+The random state of torch, numpy and random is seeded per item, so that a Dataset's own transforms depend on (seed,
+round, client, batch, sample) and not on the workers.
 """
 
 from __future__ import annotations
@@ -25,43 +25,43 @@ from .augment import make_augment
 
 log = logging.getLogger("fedmpi")
 
-AHEAD = 2**19  # elements of samples that are made ready at once
+AHEAD = 2**19  # sample elements that are prefetched at once
 
 Pair = tuple[Tensor, Tensor]
-"""what the model takes, and the labels"""
+"""model inputs and labels"""
 
 
 class Batch(NamedTuple):
-    """Train samples by their index, the seed of what is drawn for them, and, where they were read ahead, themselves."""
+    """Indices of train samples, the seed of their random draws, and the samples themselves if they were prefetched."""
 
     samples: Tensor
     seed: int
     data: Pair | None = None
     version: int = 0
-    """that of the data's memory when it was written: a model may have overwritten its inputs since"""
+    """torch's version counter of the prefetched inputs: a model that overwrites its inputs raises it"""
 
 
 class Feed(Protocol):
     """The data of a task."""
 
     tests: int
-    """how many test samples there are"""
+    """number of test samples"""
 
     def train(self, batch: Batch) -> Pair:
-        """A training batch."""
+        """Return the inputs and labels of a training batch."""
 
     def ahead(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """The batches, read ahead where reading takes time."""
+        """Yield the batches, with their data prefetched where that saves time."""
 
     def test(self, blocks: Sequence[Tensor]) -> Iterator[Pair]:
-        """Test samples, block by block."""
+        """Yield blocks of test samples."""
 
     def plain(self, blocks: Sequence[Tensor]) -> Iterator[Pair]:
-        """Train samples as their clients have them, but not augmented, block by block."""
+        """Yield blocks of train samples as their clients have them, without augmentation."""
 
 
 class ArrayFeed:
-    """Data in memory."""
+    """A feed from arrays in memory."""
 
     def __init__(self, arrays: Arrays, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         self.kind, self.device, self.dtype, self.tests = arrays.kind, device, dtype, len(arrays.test_y)
@@ -73,7 +73,7 @@ class ArrayFeed:
         self.look: Tensor | None = None
         self.test_look: Tensor | None = None
         if self.looks is not None:
-            assert arrays.look is not None and arrays.test_look is not None, "dress the data first"
+            assert arrays.look is not None and arrays.test_look is not None, "call looks.dress first"
             self.table = self.looks.table.to(device, dtype)
             self.look, self.test_look = arrays.look.to(device), arrays.test_look.to(device)
         if self.kind == "images":
@@ -82,21 +82,21 @@ class ArrayFeed:
             )
 
     def train(self, batch: Batch) -> Pair:
-        """A training batch, augmented."""
+        """Return the inputs and labels of a training batch, augmented."""
         if batch.data is not None and batch.data[0]._version == batch.version:
             return batch.data
         return self.pick(batch.samples, batch.seed)
 
     def pick(self, samples: Tensor, seed: int) -> Pair:
-        """Training samples by their index, augmented from the seed."""
+        """Return training samples by index, augmented with draws from the seed."""
         raw = self.x[samples]
         if self.augment is not None:
             raw = self.augment(raw, seed)
         return self.inputs(raw, None if self.look is None else self.look[samples]), self.y[samples]
 
     def ahead(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """The batches with their data, made for several at once: a call of torch costs as much as a small batch. What
-        an augmentation draws belongs to one batch, so there they are as they are."""
+        """Yield the batches with their data, prepared for several at once: the overhead of a torch call is as large as
+        the work of a small batch. Augmentation draws per batch, so augmented batches are not prefetched."""
         if self.augment is not None:
             yield from batches
             return
@@ -106,25 +106,26 @@ class ArrayFeed:
             some = [first, *itertools.islice(waiting, most - 1)]
             x, y = self.pick(torch.cat([batch.samples for batch in some]), 0)
             lengths = [len(batch.samples) for batch in some]
-            for batch, data in zip(some, zip(*(torch.split(t, lengths) for t in (x, y)), strict=True), strict=True):
-                yield batch._replace(data=data, version=x._version)
+            pairs = zip(torch.split(x, lengths), torch.split(y, lengths), strict=True)
+            for batch, pair in zip(some, pairs, strict=True):
+                yield batch._replace(data=pair, version=x._version)
 
     def test(self, blocks: Sequence[Tensor]) -> Iterator[Pair]:
-        """Test samples, block by block."""
-        return self.unchanged(blocks, self.test_x, self.test_y, self.test_look)
+        """Yield blocks of test samples."""
+        return self.unaugmented(blocks, self.test_x, self.test_y, self.test_look)
 
     def plain(self, blocks: Sequence[Tensor]) -> Iterator[Pair]:
-        """Train samples, painted as their clients have them, block by block."""
-        return self.unchanged(blocks, self.x, self.y, self.look)
+        """Yield blocks of train samples in the colours or angles of their clients."""
+        return self.unaugmented(blocks, self.x, self.y, self.look)
 
-    def unchanged(self, blocks: Sequence[Tensor], x: Tensor, y: Tensor, look: Tensor | None) -> Iterator[Pair]:
-        """Samples by their index, block by block, as they are."""
+    def unaugmented(self, blocks: Sequence[Tensor], x: Tensor, y: Tensor, look: Tensor | None) -> Iterator[Pair]:
+        """Yield blocks of samples by index."""
         for block in blocks:
             samples = block.to(self.device)
             yield self.inputs(x[samples], None if look is None else look[samples]), y[samples]
 
     def inputs(self, raw: Tensor, look: Tensor | None = None) -> Tensor:
-        """Samples as the model takes them: images painted and normalised, tokens as indices."""
+        """Return samples as model inputs: images coloured or turned and normalised, tokens as indices."""
         if self.kind == "sequences":
             return raw.to(torch.int64)
         numbers = raw.to(self.dtype)
@@ -136,13 +137,13 @@ class ArrayFeed:
 
 
 def normalisation(arrays: Arrays) -> tuple[list[float], list[float]]:
-    """Scale and shift a channel, so that raw * scale + shift has mean 0 and deviation 1 over the training set."""
+    """Return scale and shift per channel, so that raw * scale + shift has mean 0 and deviation 1 on the train set."""
     mean, std = np.asarray(arrays.mean), np.asarray(arrays.std)
     return (1 / (255 * std)).tolist(), (-mean / std).tolist()
 
 
 class Seeded(Dataset[Any]):
-    """A Dataset whose items are asked for by (index, seed)."""
+    """A Dataset with keys (index, seed): seeds all random generators before it reads an item."""
 
     def __init__(self, dataset: Dataset[Any]) -> None:
         self.dataset = dataset
@@ -156,7 +157,7 @@ class Seeded(Dataset[Any]):
 
 
 class DatasetFeed:
-    """Data behind map-style Datasets."""
+    """A feed from map-style Datasets."""
 
     def __init__(
         self, datasets: Datasets, device: torch.device, dtype: torch.dtype = torch.float32, workers: int = 0
@@ -166,25 +167,25 @@ class DatasetFeed:
         self.datasets, self.whole, self.tests = datasets, datasets.goal.whole, datasets.tests
 
     def train(self, batch: Batch) -> Pair:
-        """A training batch, as it was read ahead or read now."""
+        """Return the inputs and labels of a training batch, prefetched or read now."""
         return self.convert(batch.data or next(self.read("train", [keys_of(batch.samples, batch.seed)], workers=0)))
 
     def ahead(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """The batches with their data."""
+        """Yield the batches with their data."""
         wanted = list(batches)
         pairs = self.read("train", [keys_of(b.samples, b.seed) for b in wanted], self.workers)
         return (b._replace(data=pair) for b, pair in zip(wanted, pairs, strict=True))
 
     def test(self, blocks: Sequence[Tensor]) -> Iterator[Pair]:
-        """Test samples, block by block."""
-        return self.unchanged("test", blocks)
+        """Yield blocks of test samples."""
+        return self.with_fixed_seed("test", blocks)
 
     def plain(self, blocks: Sequence[Tensor]) -> Iterator[Pair]:
-        """Train samples, block by block; a Dataset's own transforms cannot be left out."""
-        return self.unchanged("train", blocks)
+        """Yield blocks of train samples; a Dataset's own transforms cannot be skipped."""
+        return self.with_fixed_seed("train", blocks)
 
-    def unchanged(self, part: str, blocks: Sequence[Tensor]) -> Iterator[Pair]:
-        """Samples by their index, block by block; what their transforms draw is always the same."""
+    def with_fixed_seed(self, part: str, blocks: Sequence[Tensor]) -> Iterator[Pair]:
+        """Yield blocks of samples by index; their transforms draw the same numbers every time."""
         try:
             for pair in self.read(part, [keys_of(block, 0) for block in blocks], self.workers):
                 yield self.convert(pair)
@@ -192,12 +193,12 @@ class DatasetFeed:
             raise
         except Exception as error:
             raise RunError(
-                f"{part} samples of '{self.datasets.name}' cannot be read and put together: {type(error).__name__}: "
+                f"{part} samples of '{self.datasets.name}' cannot be read and collated: {type(error).__name__}: "
                 f"{one_line(error)}"
             ) from error
 
     def read(self, part: str, keys: list[list[tuple[int, int]]], workers: int) -> Iterator[Pair]:
-        """Pairs of samples and labels for lists of keys, in their order."""
+        """Yield inputs and labels for each list of keys, in order."""
         items, done = self.parts[part], 0
         try:
             if workers and keys:
@@ -205,14 +206,14 @@ class DatasetFeed:
                     yield pair
                     done += 1
         except RuntimeError as error:
-            if not str(error).startswith("DataLoader worker"):  # an item's own error begins otherwise
+            if not str(error).startswith("DataLoader worker"):  # then an item raised it
                 raise
-            log.warning("a process that reads ahead died (%s); reading on without", one_line(error))
+            log.warning("a worker process died (%s); continuing without workers", one_line(error))
         for some in keys[done:]:
             yield collate(items, some)
 
     def convert(self, pair: Pair) -> Pair:
-        """A pair on the device, in the kinds that model and loss take; labels that are no classes are refused."""
+        """Move a pair to the device and convert it to the types of model and loss; check the range of class labels."""
         x, y = pair
         if self.whole and not 0 <= int(y.min()) <= int(y.max()) < self.datasets.kinds:
             raise self.datasets.wrong_labels(int(y.max() if int(y.min()) >= 0 else y.min()))
@@ -223,7 +224,7 @@ class DatasetFeed:
 
 
 def collate(items: Seeded, keys: list[tuple[int, int]]) -> Pair:
-    """Items put together; read with one thread, as worker processes do: the last bits of long sums depend on it."""
+    """Read and collate items with one thread, as worker processes do: the last bits of long sums depend on it."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -234,10 +235,13 @@ def collate(items: Seeded, keys: list[tuple[int, int]]) -> Pair:
 
 
 def keys_of(samples: Tensor, seed: int) -> list[tuple[int, int]]:
-    """Samples with a seed each, of 63 bits."""
+    """Return (index, seed) per sample, with 63-bit seeds."""
     return [(i, (seed + (i + 1) * 0x9E3779B97F4A7C15) % 2**63) for i in samples.tolist()]
 
 
 def make_feed(data: Data, device: torch.device, dtype: torch.dtype = torch.float32, workers: int = 0) -> Feed:
-    """The feed for data of either kind."""
-    return ArrayFeed(data, device, dtype) if isinstance(data, Arrays) else DatasetFeed(data, device, dtype, workers)
+    """Return the feed for data of either kind."""
+    if isinstance(data, Arrays):
+        return ArrayFeed(data, device, dtype)
+    assert isinstance(data, Datasets)
+    return DatasetFeed(data, device, dtype, workers)

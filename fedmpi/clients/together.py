@@ -1,14 +1,15 @@
-"""Several clients of a rank trained at once, as one stacked model: for small models, which leave a GPU idle.
+"""Train several clients of a rank at once as one stacked model: for small models, which leave a GPU idle.
 
-A client's rule is a function that asks for gradients as it goes. So each client at work has a thread, and one thread
-runs at a time: one that asks for a gradient hands over to the next, and when all have asked, batches of the same shape
-are stacked and one forward and backward gives every client its own (`torch.vmap`, which makes grouped convolutions and
-batched products of a model's layers). A batch whose shape nobody shares, such as the short last one of an epoch, goes
-alone, in the ordinary way; so does a stack that raises, and then each client meets its own error. Rules do not notice.
+A client's rule is a function that requests gradients as it runs. So each active client has a thread, and one thread
+runs at a time: a thread that requests a gradient hands over to the next. When all have requested one, batches of the
+same shape are stacked, and one forward and backward pass computes every client's gradient (`torch.vmap` turns layers
+into grouped convolutions and batched matrix products). A batch of a unique shape, such as the short last one of an
+epoch, is computed alone in the ordinary way. So are the clients of a stack that raises, and then each gets its own
+error. Rules do not notice.
 
-The arithmetic is that of one client after another, but other kernels round otherwise, so the last bits of a client
-depend on its company. (Measured on a CPU with lenet and logistic: on whether a batch was stacked, and not on with how
-many or whom. But that is no promise, and who goes alone depends on who shares the rank.)
+The arithmetic is that of one client after another, but other kernels round differently, so the last bits of a client
+depend on the others. (Measured on a CPU with lenet and logistic: they depend on whether a batch was stacked, not on
+the number or identity of the others. That is no guarantee, and who is computed alone depends on who shares the rank.)
 
 K: the clients at once.  k: those of them in one stack.  N: the full padded vector.  P: the trainable parameters.
 """
@@ -38,11 +39,11 @@ T = TypeVar("T")
 
 
 class Ended(BaseException):
-    """Raised in a strand that nobody waits for any more. Not an Exception: no rule is to catch it."""
+    """Raised in a strand that is no longer needed. Not an Exception, so that rules do not catch it."""
 
 
 class Strand(Generic[T]):
-    """A function in a thread that runs only while its owner waits for it: a coroutine of code that knows of none."""
+    """A function in a thread that runs only while its owner waits for it: a coroutine made of ordinary code."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         self.work, self.result, self.error = work, list[T](), list[BaseException]()
@@ -52,7 +53,7 @@ class Strand(Generic[T]):
         self.thread.start()
 
     def run(self) -> None:
-        """What the thread does."""
+        """Run the function (in the thread)."""
         try:
             self.wait()
             self.result.append(self.work())
@@ -65,25 +66,25 @@ class Strand(Generic[T]):
             self.theirs.release()
 
     def wait(self) -> None:
-        """Within: until it may go on."""
+        """Wait for the owner to resume this strand (in the thread)."""
         self.mine.acquire()
         if self.ended:
             raise Ended
 
     def pause(self) -> None:
-        """Within: let the owner go on, until it lets this go on."""
+        """Return control to the owner until it resumes this strand (in the thread)."""
         self.theirs.release()
         self.wait()
 
-    def go_on(self) -> None:
-        """Let it run until it pauses or is done; raises what it raised."""
+    def resume(self) -> None:
+        """Run the strand until it pauses or is done; raise its error if it failed."""
         self.mine.release()
         self.theirs.acquire()
         if self.error:
             raise self.error[0]
 
     def end(self) -> None:
-        """Let it end, wherever it is."""
+        """End the strand, wherever it is."""
         self.ended = True
         self.mine.release()
         self.thread.join()
@@ -97,52 +98,52 @@ class Together(Task):
         self.x_KN, self.delta_KN = (torch.zeros(clients, len(self.x_N)).to(self.x_N) for _ in range(2))
         self.grad_KP = torch.zeros(clients, self.layout.params).to(self.grad_P)
         self.seats = [Seat(self, row) for row in range(clients)]
-        self.told: set[str] = set()
+        self.logged: set[str] = set()
 
     def each(self, cids: Sequence[int], train: Callable[[Trainer, int], T]) -> Iterator[tuple[int, T]]:
-        """Every client with what `train(task, cid)` returns, as they finish. A seat is kept until the next is asked
-        for, and then goes to the next client."""
+        """Yield each client with the result of `train(task, cid)`, in the order in which they finish. When the next
+        result is requested, the finished client's seat is given to the next client."""
         waiting, busy = list(cids), self.seats[: len(cids)]
         for seat in busy:
-            seat.sit_down(waiting.pop(0), train)
+            seat.assign(waiting.pop(0), train)
         try:
             while busy:
                 for seat in list(busy):
-                    seat.strand.go_on()
+                    seat.strand.resume()
                     while seat.strand.done:
                         yield seat.cid, seat.strand.result[0]
                         if not waiting:
                             busy.remove(seat)
                             break
-                        seat.sit_down(waiting.pop(0), train)
-                        seat.strand.go_on()
-                self.answer(busy)
+                        seat.assign(waiting.pop(0), train)
+                        seat.strand.resume()
+                self.compute(busy)
         finally:
             for seat in busy:
                 seat.strand.end()
 
-    def answer(self, seats: Sequence[Seat]) -> None:
-        """Give every client its gradient where batches can be stacked, and None where it has to go alone."""
+    def compute(self, seats: Sequence[Seat]) -> None:
+        """Compute the requested gradients that can be stacked; the loss of a seat that cannot be is None."""
         alike: defaultdict[Any, list[Seat]] = defaultdict(list)
         for seat in seats:
-            seat.got = None
+            seat.stacked_loss = None
             alike[tuple((t.shape, t.dtype) for t in seat.pair)].append(seat)
         for some in alike.values():
             if len(some) == 1:
                 continue
             try:
                 losses = self.stacked([seat.row for seat in some], [seat.pair for seat in some])
-            except Exception as error:  # perhaps of one client alone, perhaps the memory for all of them
+            except Exception as error:  # perhaps of one client alone, perhaps out of memory for all of them
                 what = f"{type(error).__name__}: {one_line(error)}"
-                if what not in self.told:
-                    log.warning("%d clients go on one by one where a step of all at once raises %s", len(some), what)
-                self.told.add(what)
+                if what not in self.logged:
+                    log.warning("a stacked step of %d clients raised %s; training them one by one", len(some), what)
+                self.logged.add(what)
                 continue
             for seat, loss in zip(some, losses, strict=True):
-                seat.got = loss
+                seat.stacked_loss = loss
 
     def stacked(self, rows: list[int], pairs: Sequence[Pair]) -> Tensor:
-        """Put the gradients of several clients' mean losses into their rows, and move their buffers; returns the
+        """Write the gradients of several clients' mean losses to their rows and update their buffers; return the
         losses."""
         whole, params, spans = len(rows) == len(self.seats), self.layout.params, self.layout.spans
         index = torch.tensor(rows, device=self.device)
@@ -153,7 +154,7 @@ class Together(Task):
         counters = [dict(self.seats[row].model.named_buffers()) for row in rows]
         ints = {name: torch.stack([buffers[name] for buffers in counters]) for name in self.layout.ints}
         x, y = (torch.stack(alike) for alike in zip(*pairs, strict=True))
-        forward = self.path.forward(partial(torch.func.functional_call, self.model), self.device)
+        forward = self.mode.forward(partial(torch.func.functional_call, self.model), self.device)
 
         def loss(tensors: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
             return self.goal.loss(forward(tensors, (x,)), y, "mean")
@@ -162,9 +163,9 @@ class Together(Task):
         with torch.enable_grad():
             losses = torch.vmap(loss)(tensors | ints, x, y)
             grads = torch.autograd.grad(losses.sum(), trained, allow_unused=True, materialize_grads=True)
-        for span, grad in zip(spans, grads, strict=False):  # what is trained comes first
+        for span, grad in zip(spans, grads, strict=False):  # trainable parameters come first
             each_row(span, grad_kP).copy_(grad)
-        for span in spans[len(trained) :]:  # buffers, moved by the forward pass
+        for span in spans[len(trained) :]:  # buffers, updated by the forward pass
             each_row(span, x_kN).copy_(tensors[span.name])
         if not whole:
             self.grad_KP[index] = grad_kP
@@ -175,57 +176,58 @@ class Together(Task):
         return losses.detach()
 
     def check(self, name: str, samples: Pair) -> None:
-        """Refuse a model that cannot be stacked, before anything has started."""
-        x, y = (torch.cat([t, t]).to(self.device) for t in samples)  # twice: BatchNorm takes no single one
+        """Raise a UserError if the model cannot be stacked."""
+        x, y = (torch.cat([t, t]).to(self.device) for t in samples)  # twice: BatchNorm needs two samples
         start = self.start()
         for seat in self.seats[:2]:
             seat.load(*start)
         try:
             self.stacked([seat.row for seat in self.seats[:2]], [(x, y)] * len(self.seats[:2]))
         except Exception as error:
-            why = "it draws (dropout) in training" if "random operation" in str(error) else one_line(error).rstrip(".")
+            random = "random operation" in str(error)
+            why = "it draws random numbers (dropout) in training" if random else one_line(error).rstrip(".")
             raise UserError(
                 f"model '{name}' cannot be trained with several clients at once: {why}; leave --step.together out"
             ) from error
 
 
 class Seat(Task):
-    """One client's place: a model of its own over its row of each matrix."""
+    """One client's slot: a copy of the model over its row of each matrix."""
 
     cid: int
     strand: Strand[Any]
     pair: Pair
-    """the batch that it asks the gradient of"""
-    got: Tensor | None
-    """its loss, where it was in a stack: then the gradient is there too"""
+    """the batch whose gradient is requested"""
+    stacked_loss: Tensor | None
+    """the loss, if the gradient was computed in a stack"""
 
     def __init__(self, whole: Together, row: int) -> None:
-        self.__dict__.update(whole.__dict__)  # data, layout and the rest are those of all
+        self.__dict__.update(whole.__dict__)  # data, layout and the rest are shared
         self.row, self.model = row, copy.deepcopy(whole.model)
         self.x_N, self.delta_N, self.grad_P = whole.x_KN[row], whole.delta_KN[row], whole.grad_KP[row]
         self.attach()
-        self.forward = self.path.forward(self.model, self.device)
+        self.forward = self.mode.forward(self.model, self.device)
 
-    def sit_down(self, cid: int, train: Callable[[Trainer, int], Any]) -> None:
-        """Have a client here that is to be trained."""
+    def assign(self, cid: int, train: Callable[[Trainer, int], Any]) -> None:
+        """Assign a client to this seat and prepare its training."""
 
         def work() -> Any:
             if self.device.type == "cuda":
-                torch.cuda.set_device(self.device)  # it belongs to the thread, as does the grad mode
+                torch.cuda.set_device(self.device)  # per thread, like the grad mode
             with torch.no_grad():
                 return train(self, cid)
 
         self.cid, self.strand = cid, Strand(work)
 
     def gradient(self, batch: Batch) -> Tensor:
-        """As `Task.gradient`, when all clients at work have asked for theirs."""
+        """Wait until all active clients have requested a gradient; then write this one and return the loss."""
         self.pair = self.feed.train(batch)
         self.strand.pause()
-        return super().gradient(batch) if self.got is None else self.got
+        return super().gradient(batch) if self.stacked_loss is None else self.stacked_loss
 
 
 def each_row(span: Span, x_kN: Tensor) -> Tensor:
-    """A tensor of the model as a view of each row, [k, ...]."""
+    """Return a view of one model tensor in every row, [k, ...]."""
     flat = x_kN[:, span.start : span.start + span.shape.numel()]
     if not span.channels_last:
         return flat.view(len(flat), *span.shape)

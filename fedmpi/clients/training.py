@@ -1,4 +1,4 @@
-"""Train clients one by one and hand out their updates; a client that fails is left out, and the run goes on."""
+"""Train clients and yield their updates. A client whose training raises is left out, and the run continues."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Global(Protocol):
-    """What the clients of a round start from, the same for all of them: see `rounds.State`."""
+    """The global state that every client of a round starts from: see `rounds.State`."""
 
     @property
     def round(self) -> int: ...
@@ -37,7 +37,7 @@ class Global(Protocol):
 
 @dataclass(frozen=True)
 class Start:
-    """What one client's job starts from. Its vectors are read-only."""
+    """Everything one client's job starts from: the arguments of a job. Its vectors are read-only."""
 
     model_N: Tensor
     ints: Tensor
@@ -49,23 +49,23 @@ class Start:
 
     @property
     def versions(self) -> list[int]:
-        """How often each vector was written to: torch counts."""
+        """Return torch's version counter of each vector: a write raises it."""
         return [vector._version for vector in (self.model_N, *self.shared.values(), *self.memory.values())]
 
 
 class ClientJob(Job, Protocol):
-    """A job that makes an update of what its rule delivers."""
+    """A job that turns the result of its rule into an update."""
 
     def finish(self, result: LocalResult) -> Update: ...
 
 
 class Trainer(Protocol):
-    """A place where clients train: it makes their jobs."""
+    """A model that clients train on: it makes their jobs."""
 
     def job(self, start: Start) -> ClientJob: ...
 
     def each(self, cids: Sequence[int], train: Callable[[Trainer, int], T]) -> Iterator[tuple[int, T]]:
-        """Yield every client with what `train(trainer, cid)` returns."""
+        """Yield each client with the result of `train(trainer, cid)`."""
 
 
 def train_clients(
@@ -73,16 +73,16 @@ def train_clients(
 ) -> Iterator[Update]:
     """Train clients in the round after `state`, and yield their updates.
 
-    What a client's training raises (out of memory, an error in a user's rule or model) must not end the run of all: it
-    is logged, with its traceback the first time, and the client is left out.
+    An exception in a client's training (out of memory, a bug in a user's rule or model) does not end the run: it is
+    logged, with a traceback the first time, and the client is left out.
     """
     t, logged = state.round + 1, set[str]()
 
-    def train(place: Trainer, cid: int) -> Update | None:
+    def train(trainer: Trainer, cid: int) -> Update | None:
         start = Start(state.model_N, state.ints, t, cid, work, state.shared, state.memory.read(cid))
         before, update = start.versions, None
         try:
-            job = place.job(start)
+            job = trainer.job(start)
             update = job.finish(rule(job))
         except (Exception, SystemExit) as error:
             what = repr(error)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..clients.feed import Seeded
-from ..data import DATASETS, Arrays, Data, Ints, Partition, find_data
+from ..data import DATASETS, Arrays, Data, Datasets, Ints, Partition, find_data
 from ..data.looks import seen
 from ..data.sets import shakespeare
 from ..data.store import Source, data_root, digest, prepared_files, read_prepared
@@ -367,8 +367,7 @@ def sampled(data: Data, partition: Partition, count: int | None, seed: int) -> l
 
 def shows_images(data: Data) -> bool:
     """Whether samples are bytes of grey or coloured images."""
-    raw = data.x if isinstance(data, Arrays) else data.sample[0]
-    return raw.dtype == torch.uint8 and len(data.shape) == 3 and data.shape[0] in (1, 3)
+    return data.sample[0].dtype == torch.uint8 and len(data.shape) == 3 and data.shape[0] in (1, 3)
 
 
 def images(data: Data, picked: Ints, test: bool) -> Tensor:
@@ -377,6 +376,7 @@ def images(data: Data, picked: Ints, test: bool) -> Tensor:
         y = (data.test_y if test else data.y)[picked]
         by_class = torch.argsort(y, stable=True) if y.ndim == 1 else torch.arange(len(y))
         return seen(data, torch.from_numpy(picked)[by_class], test)
+    assert isinstance(data, Datasets)
     part = "test" if test else "train"
     items = Seeded(data.test if test else data.train)
     try:

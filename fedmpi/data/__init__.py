@@ -1,6 +1,6 @@
-"""Data sets as arrays, and how their samples are split among clients.
+"""Data sets, and the split of their samples among clients.
 
-A data set is a row of `DATASETS`: a function from a data root (or None for the usual one) to `Arrays`, its source, and
+A data set is a row of `DATASETS`: a function from a data root (or None for the default) to `Arrays`, its source, and
 the model and skew that the papers use with it.
 """
 
@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedmpi.data.arrays import Arrays
+from fedmpi.data.arrays import Arrays, Data
 from fedmpi.data.holdout import check_weights, hold_out
 from fedmpi.data.looks import dress
-from fedmpi.data.own import Data, Datasets, as_data, load_own
+from fedmpi.data.own import Datasets, as_data, load_own
 from fedmpi.data.sets import cifar, femnist, glyphs, ood, shakespeare, tinyimagenet, vision
 from fedmpi.data.splits import SPLITS, Ints, Partition, split
 from fedmpi.data.store import Source
@@ -40,18 +40,18 @@ __all__ = [
 
 @dataclass(frozen=True)
 class DataRow:
-    """A data set by name."""
+    """A built-in data set."""
 
     load: Callable[[Path | None], Arrays]
-    """from the data root"""
+    """loads it from a data root"""
     source: Callable[[Path | None], Source]
-    """where it comes from: what `load` prepares"""
+    """the files that `load` prepares it from"""
     about: str
-    """what it is, in a few words"""
+    """short description"""
     model: str = "lenet"
     """the papers' model for it"""
     classes: int = 2
-    """the papers' number of classes a client under label skew"""
+    """the papers' number of classes per client under label skew"""
 
 
 RESNET = "resnet18-gn"
@@ -79,7 +79,7 @@ DATASETS: dict[str, DataRow] = {
 
 
 def find_data(name: str) -> DataRow:
-    """The row of that name."""
+    """Return the row of that name."""
     if name.endswith(".py"):
         raise UserError(f"data set '{name}' is a file; write module:function, such as {Path(name).stem}:make")
     if name not in DATASETS:
@@ -88,6 +88,6 @@ def find_data(name: str) -> DataRow:
 
 
 def load(name: str, root: str | None = None) -> Data:
-    """The data set of that name, or at that import path, from the folder `root` or from its usual place."""
+    """Load a data set by name or import path, from the folder `root` or the default data root."""
     folder = Path(root).expanduser() if root else None
     return load_own(name, folder) if ":" in name else find_data(name).load(folder)

@@ -1,13 +1,13 @@
-"""A data set as arrays in memory: one shape for images, characters and numbers.
+"""The interface of a data set, and data sets held in memory: images, sequences or numbers.
 
-Samples stay as small as they are on disk (a byte a pixel or a character) and become what a model takes on the device,
-batch by batch: sixty thousand images cost 47 MB and not 188.
+Samples in memory stay as small as they are on disk (one byte per pixel or character) and are converted to model inputs
+on the device, batch by batch: sixty thousand images take 47 MB instead of 188.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,46 +21,93 @@ from fedmpi.errors import UserError
 Ints = npt.NDArray[np.int64]
 
 
+class Data(Protocol):
+    """A data set: `Arrays` in memory, or a user's `Datasets`, which are read item by item."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def note(self) -> str:
+        """Return what a user should know about the origin of the data."""
+    @property
+    def kind(self) -> str:
+        """Return the kind of samples: images, sequences or numbers."""
+    @property
+    def goal(self) -> Objective:
+        """Return the objective."""
+    @property
+    def sample(self) -> tuple[Tensor, Tensor]:
+        """Return the first train sample and its label."""
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of one sample as the model gets it."""
+    @property
+    def looks(self) -> Looks | None:
+        """Return how images are coloured or turned."""
+    @property
+    def offers(self) -> dict[str, Any]:
+        """Return the arguments that a model's function may ask for, by name."""
+    @property
+    def kinds(self) -> int:
+        """Return the number of classes."""
+    @property
+    def samples(self) -> int:
+        """Return the number of train samples."""
+    @property
+    def tests(self) -> int:
+        """Return the number of test samples."""
+    @property
+    def owners(self) -> Ints | None:
+        """Return the natural client of each train sample; None if unknown."""
+
+    def class_labels(self, needed: bool) -> Ints | None:
+        """Return the class of each train sample (of a sequence, that of its last position); None if labels are not
+        classes, or if they would have to be read item by item and are not `needed`."""
+
+    def split_labels(self, needed: bool) -> Ints | None:
+        """Return the labels that splits by label use: the classes, unless the data define others."""
+
+
 @dataclass(frozen=True)
 class Arrays:
-    """A data set in memory: train and test samples, their labels, and whose each train sample is where that is known.
+    """A data set in memory: train and test samples, their labels, and the owners of train samples if known.
 
     Samples are one of
       images      uint8 [n, channels, height, width], normalised by `mean` and `std`
-      sequences   whole numbers [n, length], each below `tokens`
-      numbers     floating point [n, ...], taken as they are
-    Labels are classes, int64 [n] (or [n, length], one a position), or numbers to predict, floating point [n, ...].
+      sequences   integers [n, length], each below `tokens`
+      numbers     floating point [n, ...], used as they are
+    Labels are classes, int64 [n] (or [n, length], one per position), or numbers to predict, floating point [n, ...].
     """
 
     name: str
     classes: int
-    """how many kinds of labels; 0 where labels are numbers to predict"""
+    """number of classes; 0 if labels are numbers to predict"""
     x: Tensor
     y: Tensor
     test_x: Tensor
     test_y: Tensor
     mean: tuple[float, ...] = ()
-    """of images / 255, one a channel"""
+    """of images / 255, per channel"""
     std: tuple[float, ...] = ()
     owner: Tensor | None = None
     """int64 [n]: the natural client (writer, role) of each train sample, 0 .. k - 1, none empty"""
     strata: Tensor | None = None
-    """int64 [n]: what splits by label go by, where that is not the label (a digit, where labels are halves of them)"""
+    """int64 [n]: labels for splits by label, if not the labels themselves (the digit, where a class is five digits)"""
     tokens: int = 0
-    """how many kinds of tokens sequences are made of"""
+    """size of the vocabulary of sequences"""
     objective: Objective | None = None
-    """what is learned; None: classes where labels are whole numbers, else regression"""
+    """None: classification if labels are integers, else regression"""
     augment: str = "none"
-    """what training does to images: crop:PIXELS and flip, joined by +, or none"""
+    """augmentation of training images: crop:PIXELS and flip, joined by +, or none"""
     note: str = ""
-    """what a user should know of where the data come from"""
+    """what a user should know about the origin of the data"""
     looks: Looks | None = None
     """how images are coloured or turned, by client or class"""
     look: Tensor | None = None
-    """which of the looks each train sample has, int64 [n]; given by `looks.dress`"""
+    """index into the looks per train sample, int64 [n]; set by `looks.dress`"""
     test_look: Tensor | None = None
     sha256: str = ""
-    """of the file that the tensors come from, where there is one"""
+    """of the file that the tensors were read from, if any"""
 
     def __post_init__(self) -> None:
         self._check_samples("train", self.x, self.y)
@@ -73,61 +120,66 @@ class Arrays:
         if self.kind == "images":
             self._check_normalisation()
         if self.kind == "sequences" and self.tokens < 1:
-            self._refuse(f"sequences and tokens = {self.tokens}", "the number of kinds of tokens")
+            self._refuse(f"sequences and tokens = {self.tokens}", "tokens, the size of the vocabulary")
         if self.owner is not None:
             self._check_owner(self.owner)
         if self.strata is not None and (self.strata.dtype != torch.int64 or self.strata.shape != self.y.shape[:1]):
-            self._refuse(f"strata of {_about(self.strata)}", f"torch.int64 [{len(self.y)}], one a train sample")
+            self._refuse(f"strata of {_about(self.strata)}", f"torch.int64 [{len(self.y)}], one per train sample")
 
     @property
     def kind(self) -> str:
-        """images, sequences or numbers."""
+        """Return images, sequences or numbers."""
         if self.x.is_floating_point():
             return "numbers"
         return "images" if self.x.ndim == 4 and self.x.dtype == torch.uint8 else "sequences"
 
     @property
     def goal(self) -> Objective:
-        """What is learned."""
+        """Return the objective."""
         return self.objective or objective_of(self.y)
 
     @property
+    def sample(self) -> tuple[Tensor, Tensor]:
+        """Return the first train sample and its label."""
+        return self.x[0], self.y[0]
+
+    @property
     def shape(self) -> tuple[int, ...]:
-        """What a model gets of one sample."""
+        """Return the shape of one sample as the model gets it."""
         shape = tuple(self.x.shape[1:])
         return shape if self.looks is None else (self.looks.channels, *shape[1:])
 
     @property
     def offers(self) -> dict[str, Any]:
-        """What a model can be made to fit, by the names that its function may ask for."""
-        return offers(self.shape, self.kind, self.tokens, self.classes if self.goal.whole else 0, self.y[0].numel())
+        """Return the arguments that a model's function may ask for, by name."""
+        return offers(self, self.tokens)
 
     @property
     def kinds(self) -> int:
-        """How many classes there are."""
+        """Return the number of classes."""
         return self.classes
 
     @property
     def samples(self) -> int:
-        """How many train samples there are."""
+        """Return the number of train samples."""
         return len(self.y)
 
     @property
     def tests(self) -> int:
-        """How many test samples there are."""
+        """Return the number of test samples."""
         return len(self.test_y)
 
     @property
     def owners(self) -> Ints | None:
-        """The natural client of each train sample."""
+        """Return the natural client of each train sample."""
         return None if self.owner is None else self.owner.numpy()
 
     def split_labels(self, needed: bool) -> Ints | None:
-        """What splits by label go by: the class of each train sample, or what the data have in its place."""
+        """Return the strata, else the classes."""
         return self.class_labels(needed) if self.strata is None else self.strata.numpy()
 
     def class_labels(self, needed: bool) -> Ints | None:
-        """The class of each train sample (of a sequence, that of its last position); None where labels are none."""
+        """Return the class of each train sample; None if labels are numbers to predict."""
         if not self.goal.whole:
             return None
         return (self.y if self.y.ndim == 1 else self.y[:, -1]).numpy()
@@ -137,10 +189,10 @@ class Arrays:
         return "images" if self.x.ndim == 4 else "samples"
 
     def _check_samples(self, part: str, x: Tensor, y: Tensor) -> None:
-        """Raise unless x are samples of one of the kinds and y is a label for each."""
+        """Check that x are samples of one of the kinds, with a label each."""
         images, sequences = x.dtype == torch.uint8 and x.ndim == 4, not x.is_floating_point() and x.ndim == 2
         if not (images or sequences or (x.dtype == torch.float32 and x.ndim >= 2)) or x.dtype == torch.bool:
-            valid = "torch.uint8 [n, channels, height, width], whole numbers [n, length] or torch.float32 [n, ...]"
+            valid = "torch.uint8 [n, channels, height, width], integers [n, length] or torch.float32 [n, ...]"
             self._refuse(f"{part} {self._noun} of {_about(x)}", valid)
         if len(x) != len(y) or len(x) == 0:
             self._refuse(
@@ -154,19 +206,17 @@ class Arrays:
             self._refuse(f"{part} labels of {_about(y)}", "torch.float32 [n, ...] for regression")
 
     def _check_classes(self, part: str, y: Tensor) -> None:
-        """Raise unless y are classes in range."""
+        """Check that y are classes in range."""
         if y.dtype != torch.int64 or not 1 <= y.ndim <= 2:
             self._refuse(f"{part} labels of {_about(y)}", "torch.int64 [n], or [n, length]")
         if self.classes < 1:
             self._refuse(f"{self.classes} classes", "at least one")
         low, high = int(y.min()), int(y.max())
         if low < 0 or high >= self.classes:
-            self._refuse(
-                f"{part} labels from {low} to {high}", f"0 to {self.classes - 1}, as there are {self.classes} classes"
-            )
+            self._refuse(f"{part} labels from {low} to {high}", f"0 to {self.classes - 1} for {self.classes} classes")
 
     def _check_normalisation(self) -> None:
-        """Raise unless there are a mean and a deviation for each channel that the model sees."""
+        """Check that there are a mean and a deviation for each channel of the model's inputs."""
         channels = self.shape[0]
         if len(self.mean) != channels or len(self.std) != channels or not all(s > 0 for s in self.std):
             self._refuse(
@@ -174,15 +224,12 @@ class Arrays:
             )
 
     def _check_owner(self, owner: Tensor) -> None:
-        """Raise unless owner numbers the natural clients 0 .. k - 1, each with a sample."""
+        """Check that owner numbers the natural clients 0 .. k - 1, each with a sample."""
         if owner.dtype != torch.int64 or owner.shape != self.y.shape[:1]:
-            self._refuse(f"an owner of {_about(owner)}", f"torch.int64 [{len(self.y)}], one a train sample")
+            self._refuse(f"an owner of {_about(owner)}", f"torch.int64 [{len(self.y)}], one per train sample")
         low, high = int(owner.min()), int(owner.max())
         if low < 0 or high >= len(owner) or bool((torch.bincount(owner) == 0).any()):
-            self._refuse(
-                f"owners from {low} to {high} with gaps",
-                "numbers 0 to k - 1, each with a sample",
-            )
+            self._refuse(f"owners from {low} to {high} with gaps", "numbers 0 to k - 1, each with a sample")
 
     def _refuse(self, given: str, valid: str) -> None:
         raise UserError(f"data set '{self.name}' has {given}; it needs {valid}")
@@ -192,11 +239,11 @@ def _about(t: Tensor) -> str:
     return f"{t.dtype} {list(t.shape)}"
 
 
-def offers(shape: tuple[int, ...], kind: str, tokens: int, classes: int, outputs: int) -> dict[str, Any]:
-    """What data offer a model by the names that its function may ask for; no classes: numbers to predict."""
-    offered: dict[str, Any] = {"shape": shape}
-    if kind == "sequences":
-        offered |= {"tokens": tokens, "length": shape[0]}
-    elif len(shape) == 3:
-        offered |= dict(zip(("channels", "height", "width"), shape, strict=True))
-    return offered | ({"classes": classes} if classes else {"outputs": outputs})
+def offers(data: Data, tokens: int) -> dict[str, Any]:
+    """Return the arguments that a model's function may ask for: `classes`, or `outputs` for numbers to predict."""
+    offered: dict[str, Any] = {"shape": data.shape}
+    if data.kind == "sequences":
+        offered |= {"tokens": tokens, "length": data.shape[0]}
+    elif len(data.shape) == 3:
+        offered |= dict(zip(("channels", "height", "width"), data.shape, strict=True))
+    return offered | ({"classes": data.kinds} if data.goal.whole else {"outputs": data.sample[1].numel()})

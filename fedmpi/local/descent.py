@@ -102,7 +102,7 @@ def whole_gradient(job: Job, x_P: Tensor, counted: bool = False) -> Tensor:
     """The gradient of the client's whole loss at x_P, in memory of its own. Unless it is `counted` as training it
     leaves no trace in buffers and loss."""
     total_P = torch.zeros_like(x_P)
-    with nullcontext() if counted else job.aside():
+    with nullcontext() if counted else job.without_side_effects():
         for batch, share in job.everything():
             total_P.add_(job.grad(x_P, batch), alpha=share)
     return total_P

@@ -47,8 +47,8 @@ class Job(Protocol):
         """The gradient at `self.x_P` as it is now, and the function v -> H v with the second derivative H of the
         batch's loss there, which is valid until x_P moves. What they return is the caller's to overwrite."""
 
-    def aside(self) -> AbstractContextManager[None]:
-        """Gradients taken within leave no trace: neither in the model's buffers nor in the reported loss."""
+    def without_side_effects(self) -> AbstractContextManager[None]:
+        """Restore the model's buffers and the reported loss after a `with` block: for auxiliary gradients."""
 
 
 @dataclass(frozen=True)

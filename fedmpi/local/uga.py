@@ -42,7 +42,7 @@ def uga(descent: Descent, trace_bytes: int = TRACE_BYTES) -> LocalRule:
         trace = Trace(descent, job, trace_bytes)
         trace.forward()
         a_P = whole_gradient(job, job.x_P, counted=True)  # the last epoch
-        with job.aside():
+        with job.without_side_effects():
             gradient_P = trace.backward(a_P)
         return LocalResult(torch.neg(gradient_P, out=job.delta_P))
 

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from ..aggregate.sums import SUMS, WIRES, check_wire
 from ..algorithms import ALGORITHMS, Algorithm, MetaStep, Row, check_row, combine, find_row
 from ..clients.augment import make_augment
-from ..clients.execution import Path as StepPath
-from ..clients.execution import try_path
+from ..clients.execution import Mode, try_mode
 from ..clients.feed import make_feed
 from ..clients.task import Task
 from ..clients.together import Together
@@ -362,9 +361,9 @@ def make_task(
         meta,
         workers=cfg.workers,
         tests=cfg.eval.samples,
-        path=StepPath(cfg.step.precision, cfg.step.compile),
+        mode=Mode(cfg.step.precision, cfg.step.compile),
     )
-    try_path(task, name, samples, min(cfg.local.batch, int(partition.sizes.max())))
+    try_mode(task, name, samples, min(cfg.local.batch, int(partition.sizes.max())))
     if isinstance(task, Together):
         task.check(name, samples)
     return replace(prepared, cfg=cfg), task

@@ -477,4 +477,4 @@ def test_a_worker_that_dies_costs_time_and_nothing_else(caplog: pytest.LogCaptur
     data = Datasets(Deadly(), Deadly(), classes=2)
     alone, helped = ([b.data[0] for b in DatasetFeed(data, CPU, workers=n).ahead(batches)] for n in (0, 1))
     assert torch.equal(torch.stack(alone), torch.stack(helped)) and len(alone) == 4
-    assert "a process that reads ahead died" in caplog.text
+    assert "a worker process died" in caplog.text

@@ -424,7 +424,7 @@ def test_what_a_linearisation_returns_is_the_callers_to_overwrite() -> None:
 def test_a_linearisation_counts_in_no_loss() -> None:
     job = job_of(make_task())
     job.linearise(next(job.batches()))
-    assert job.seen == 0 and float(job.loss_sum) == 0
+    assert job.samples == 0 and float(job.loss_sum) == 0
 
 
 # Aside
@@ -436,23 +436,23 @@ def test_gradients_aside_leave_no_trace_in_buffers_counters_and_loss() -> None:
     batches = list(job.batches())
     job.grad(job.x_P, batches[0])
     behind = task.x_N[task.layout.params :]
-    before, loss, seen = behind.clone(), float(job.loss_sum), job.seen
+    before, loss, seen = behind.clone(), float(job.loss_sum), job.samples
     assert before.any() and int(task.model[1].num_batches_tracked) == 1
-    with job.aside():
+    with job.without_side_effects():
         job.grad(job.x_P, batches[1])
         job.linearise(batches[2])
         assert not torch.equal(behind, before) and int(task.model[1].num_batches_tracked) == 3
     assert torch.equal(behind, before) and int(task.model[1].num_batches_tracked) == 1
-    assert (float(job.loss_sum), job.seen) == (loss, seen)
+    assert (float(job.loss_sum), job.samples) == (loss, seen)
     whole_gradient(job, job.start_P)
-    assert torch.equal(behind, before) and (float(job.loss_sum), job.seen) == (loss, seen)
+    assert torch.equal(behind, before) and (float(job.loss_sum), job.samples) == (loss, seen)
     job.grad(job.x_P, batches[1])  # and what comes after counts again
-    assert job.seen == seen + len(batches[1].samples) and int(task.model[1].num_batches_tracked) == 2
+    assert job.samples == seen + len(batches[1].samples) and int(task.model[1].num_batches_tracked) == 2
 
 
 def test_what_is_trained_aside_stays_trained() -> None:
     job = job_of(make_task(norm()))
-    with job.aside():
+    with job.without_side_effects():
         job.x_P.fill_(0.5)
     assert bool((job.x_P == 0.5).all())
 

@@ -106,7 +106,7 @@ class Parabola:
         return self.slope(self.x_P, batch), times_hessian
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def without_side_effects(self) -> Iterator[None]:
         assert not self.is_aside
         self.is_aside = True
         yield

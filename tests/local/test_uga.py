@@ -97,7 +97,7 @@ def gradient(descent: Descent, job: ModelJob, trace_bytes: int = 1 << 30) -> Ten
     trace = Trace(descent, job, trace_bytes)
     trace.forward()
     a_P = whole_gradient(job, job.x_P, counted=True)
-    with job.aside():
+    with job.without_side_effects():
         return trace.backward(a_P)
 
 
@@ -228,7 +228,7 @@ def watched(steps: int, trace_bytes: int, descent: Descent = HEAVY) -> tuple[Wat
     job.trace = Trace(descent, job, trace_bytes)
     job.trace.forward()
     a_P = whole_gradient(job, job.x_P, counted=True)
-    with job.aside():
+    with job.without_side_effects():
         return job, job.trace.backward(a_P)
 
 
@@ -279,7 +279,7 @@ def test_buffers_counters_and_loss_are_those_of_the_steps_and_the_evaluation(tra
     for batch, _ in job.everything():
         job.grad(job.x_P, batch)
     behind = slice(task.layout.params, task.layout.length)
-    expected = task.x_N[behind].clone(), int(task.model[1].num_batches_tracked), float(job.loss_sum) / job.seen
+    expected = task.x_N[behind].clone(), int(task.model[1].num_batches_tracked), float(job.loss_sum) / job.samples
     job = job_at(task, *start)
     trained = job.finish(uga(HEAVY, trace_bytes)(job))
     assert torch.equal(task.x_N[behind], expected[0]) and not torch.equal(start[0][behind], expected[0])

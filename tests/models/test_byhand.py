@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedmpi.clients.execution import Path
+from fedmpi.clients.execution import Mode
 from fedmpi.clients.feed import Batch
 from fedmpi.clients.task import Task
 from fedmpi.data import Arrays
@@ -200,7 +200,7 @@ def test_what_is_more_than_its_network_is_left_to_autograd(make: Callable[[], nn
 
 def test_so_are_other_losses_and_other_paths() -> None:
     assert task(Named(3, 20, 17, CLASSES)).by_hand is not None
-    assert task(colour(), path=Path(precision="bf16"), dtype=torch.float32).by_hand is None
+    assert task(colour(), mode=Mode(precision="bf16"), dtype=torch.float32).by_hand is None
     own = replace(CLASSIFY, loss=lambda outputs, labels, how: CLASSIFY.loss(outputs, labels, how))
     assert task(colour(), data={"objective": own}).by_hand is None
     numbers = {"y": torch.randn(SAMPLES, CLASSES), "test_y": torch.randn(2, CLASSES), "objective": REGRESS}

@@ -17,8 +17,7 @@ from shell import ALONE, CLASSES, CPU, SIDE, metrics, sandbox, settings_of, tiny
 from test_task import job_of, partition
 from torch import nn
 
-from fedmpi.clients.execution import Path as StepPath
-from fedmpi.clients.execution import several
+from fedmpi.clients.execution import Mode, repeat
 from fedmpi.clients.task import Task
 from fedmpi.comm import SoloComm
 from fedmpi.errors import UserError
@@ -36,16 +35,16 @@ def box() -> Iterator[pytest.MonkeyPatch]:
         yield patch
 
 
-def task(path: StepPath, channels_last: bool = False) -> Task:
+def task(mode: Mode, channels_last: bool = False) -> Task:
     torch.manual_seed(0)
-    return Task(LeNet(1, SIDE, SIDE, CLASSES), tiny(), partition(), 0, CPU, channels_last=channels_last, path=path)
+    return Task(LeNet(1, SIDE, SIDE, CLASSES), tiny(), partition(), 0, CPU, channels_last=channels_last, mode=mode)
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_bf16_is_the_same_gradient_with_fewer_digits_in_float32(channels_last: bool) -> None:
     found = []
     for precision in ("float32", "bf16"):
-        one = task(StepPath(precision), channels_last)
+        one = task(Mode(precision), channels_last)
         job = job_of(one)
         found.append(job.grad(job.x_P, next(job.batches())).clone())
         assert found[-1].dtype == one.x_N.dtype == torch.float32
@@ -56,11 +55,11 @@ def test_bf16_is_the_same_gradient_with_fewer_digits_in_float32(channels_last: b
 
 
 def test_outputs_of_a_path_are_float32_and_what_is_no_tensor_passes() -> None:
-    forward = StepPath("bf16").forward(nn.Linear(3, 2), CPU)
+    forward = Mode("bf16").forward(nn.Linear(3, 2), CPU)
     assert forward(torch.ones(4, 3)).dtype == torch.float32
-    assert StepPath("bf16").forward(lambda x: {"logits": x}, CPU)(1) == {"logits": 1}
+    assert Mode("bf16").forward(lambda x: {"logits": x}, CPU)(1) == {"logits": 1}
     model = nn.Linear(3, 2)
-    assert StepPath().forward(model, CPU) is model
+    assert Mode().forward(model, CPU) is model
 
 
 def test_a_run_in_bf16_learns_and_is_scored_in_float32(tmp_path: Path) -> None:
@@ -101,7 +100,7 @@ def test_trying_a_path_leaves_the_model_as_it_is(tmp_path: Path) -> None:
         prepared = prepare(settings_of(tmp_path, step=Step(precision=precision)), Given(model=model))
         begun.append(make_task(prepared, data, parts, meta, 1, CPU)[1].start())
     assert torch.equal(begun[0][0], begun[1][0]) and torch.equal(begun[0][1], begun[1][1])
-    assert several(torch.arange(3), 7).tolist() == [0, 1, 2, 0, 1, 2, 0]
+    assert repeat(torch.arange(3), 7).tolist() == [0, 1, 2, 0, 1, 2, 0]
 
 
 # The layout
@@ -179,5 +178,5 @@ def test_a_compiled_run_is_the_same_but_for_rounding(tmp_path: Path) -> None:
 def test_without_a_compiler_it_is_refused_before_anything_starts(tmp_path: Path) -> None:
     said = train_compiled(tmp_path, CXX=str(tmp_path / "no-such-compiler"))
     assert said.startswith("refused: model 'logistic' cannot be trained with --step.compile default: ")
-    assert "a C++ compiler is needed" in said and said.count("\n") == 1
+    assert "needs a C++ compiler" in said and said.count("\n") == 1
     assert not (tmp_path / "compiled").exists()
