@@ -399,7 +399,7 @@ WRONG_KNOBS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "nothing near": (
         {"colour": "red"},
-        "unknown option 'colour' in fedmpi.train; 'fedmpi train --help' lists what there is",
+        "unknown option 'colour' in fedmpi.train; 'fedmpi train --help-all' lists all options",
     ),
     "dotted": ({"eval.evry": 2}, "unknown option 'eval.evry' in fedmpi.train; did you mean 'eval.every'?"),
     "an option twice": ({"local.lr": 1}, "local and local.lr are the same option, local.lr; give one of them"),

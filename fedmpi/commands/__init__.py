@@ -1,5 +1,5 @@
-"""The command `fedmpi`. Exit codes: 0 done, 2 the caller's mistake, 75 stopped in good order and wants to be started
-again, 130 interrupted, anything else a fault."""
+"""The command `fedmpi`. Exit codes: 0 done, 2 wrong usage, 75 stopped cleanly and should be restarted, 130 interrupted,
+anything else an error."""
 
 from __future__ import annotations
 
@@ -11,30 +11,41 @@ from .. import __version__
 from ..errors import UserError, exit_code, unknown
 
 ABOUT = "Federated learning on torch.distributed, MPI and Slurm, with gradient masked averaging as one collective."
-USAGE = f"""fedmpi {__version__}: {ABOUT}
+USAGE = f"""usage: fedmpi COMMAND [options]
 
-commands:
-  train     train a model; 'fedmpi train --help' lists every knob
-  compare   a table of runs: 'fedmpi compare RUN [RUN ...]'
-  sweep     many runs from one file: 'fedmpi sweep FILE'; goes on where it was left
-  report    a page, pictures and tables of runs: 'fedmpi report RUN [RUN ...] --out DIR'
-  recipes   the bundled experiments, one line each
-  attack    membership inference against finished runs: 'fedmpi attack RUN [RUN ...]'
-  data      data sets: 'fedmpi data list', 'prepare' and 'show'; 'fedmpi data --help' tells more
-  plan      what a run would send, hold and wait for: 'fedmpi plan --ranks 2 4 64 ...'
-  submit    hand a run to Slurm: 'fedmpi submit --nodes 2 --time 60 -- train ...'
-  status    how runs and sweeps are doing: 'fedmpi status [RUN ...]'; without RUN all of runs/
-  logs      what a run has printed: 'fedmpi logs RUN', and -f to follow it
-  cancel    end submitted runs and sweeps: 'fedmpi cancel RUN [RUN ...]'
-  doctor    what this machine has, what is wrong with it and what helps
-  requeue   at the end of a batch script: have Slurm start the job again where that is wanted
-  help      what a command takes: 'fedmpi help train' is 'fedmpi train --help'
+fedmpi {__version__}: {ABOUT}
 
-several ranks (more in docs/guide.md, Slurm in docs/clusters.md):
-  fedmpi train --ranks 2 ...
-  mpiexec -n 2 python -m mpi4py -m fedmpi train --comm mpi ...
+train and look at runs:
+  train       Train a model.
+  status      Show the status of runs.
+  logs        Print a run's log.
+  compare     Print a table of runs.
+  report      Write a report about runs: one page with figures and tables.
+  attack      Measure membership inference against finished runs.
 
-A run that was killed or stopped goes on when the same command is given again.
+many runs:
+  sweep       Run every point of a sweep file.
+  recipes     List the bundled experiments.
+
+clusters:
+  plan        Forecast traffic, memory and load balance on any number of ranks.
+  submit      Submit a run to Slurm.
+  cancel      Cancel submitted runs and sweeps.
+  requeue     Requeue the job of a batch script if it should be restarted.
+
+this machine:
+  data        List, prepare and show data sets.
+  doctor      Check this machine and the connection between ranks.
+  completion  Print a script that completes commands in bash or zsh.
+  help        Show the help of a command: 'fedmpi help train'.
+
+examples:
+  fedmpi train --data mnist --mask gma --rounds 20
+  fedmpi train --ranks 2 --config glyphs-noniid-100
+  mpiexec -n 2 python -m mpi4py -m fedmpi train --comm mpi
+  fedmpi submit --nodes 2 --time 60 -- train --data mnist
+
+Run the same command again to resume a run that was stopped.
 """
 
 
@@ -56,7 +67,7 @@ def dispatch(command: str, arguments: list[str]) -> int:
         return main([*arguments, "--help"])
     if command not in COMMANDS:
         if command.startswith("-"):
-            raise UserError(f"'{command}' comes before a command; write 'fedmpi train {command} ...'")
+            raise UserError(f"option '{command}' is given before a command; write 'fedmpi train {command} ...'")
         near = "train" if command in ("run", "fit", "start", "simulate") else None
         raise unknown("command", command, COMMANDS, near=near)
     module, _, function = COMMANDS[command].partition(":")
@@ -79,5 +90,6 @@ COMMANDS = {
     "cancel": "commands.status:cancel",
     "requeue": "cluster.submit:requeue",
     "doctor": "commands.doctor",
+    "completion": "commands.completion",
 }
 """command -> module[:function], imported when the command is called"""

@@ -1,14 +1,16 @@
-"""A small table of run folders, read from what the runs wrote.
+"""`fedmpi compare`: print a table of runs.
 
-Clients' bytes are what the algorithm and the mask have clients upload and download: per client and round, and of all
-clients in all rounds. They do not depend on the number of ranks; `MB moved` is what the ranks sent to each other.
+Client bytes are what clients upload and download under the algorithm and the mask: per client and round, and over all
+clients and rounds. They do not depend on the number of ranks; `MB moved` is what the ranks sent to each other.
 """
 
 from __future__ import annotations
 
 import statistics
+from dataclasses import dataclass
 from pathlib import Path
 
+from ..errors import UserError
 from ..experiments.measures import (
     best,
     bytes_per_client,
@@ -21,6 +23,7 @@ from ..experiments.measures import (
 )
 from ..experiments.runs import pairing, read_run
 from ..experiments.tables import Table, lines
+from ..runs.options import positional, read_options
 from ..runs.text import amount
 
 COLUMNS = (
@@ -37,18 +40,27 @@ COLUMNS = (
     "client down",
     "all up",
     "all down",
-    "s a round",
+    "s/round",
 )
+ABOUT = "Print a table of runs: algorithm, accuracy, loss, mask statistics, traffic and time."
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    """Options of `fedmpi compare`."""
+
+    runs: list[str] = positional("RUN", many=True)
+    """Run folder."""
 
 
 def table(folders: list[Path]) -> str:
-    """The runs, one a row, in aligned columns."""
+    """Return the table, one row per run."""
     rows = [row(folder) for folder in folders]
     return "\n".join(lines(Table("", COLUMNS, rows, align="ll" + "r" * (len(COLUMNS) - 2))))
 
 
 def row(folder: Path) -> tuple[str, ...]:
-    """What the run in a folder was and how well it did, in the order of `COLUMNS`."""
+    """Return the cells of a run, in the order of `COLUMNS`."""
     run = read_run(folder, whole=True)
     cfg = run.config
     unit = "" if run.metric == "accuracy" else f" {run.metric}"
@@ -70,7 +82,7 @@ def row(folder: Path) -> tuple[str, ...]:
 
 
 def counted(count: float | None) -> str:
-    """Bytes for people; a dash where a run's version did not count them."""
+    """Return a number of bytes as text; a dash if the version that ran did not count them."""
     return "-" if count is None else amount(count)
 
 
@@ -80,8 +92,8 @@ def number(value: float | None, form: str) -> str:
 
 def main(arguments: list[str]) -> int:
     """`fedmpi compare RUN [RUN ...]`: print a table of runs; return the exit code."""
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print("usage: fedmpi compare RUN [RUN ...]\n\nA table of run folders: what they ran and how well they did.")
-        return 0 if arguments else 2
-    print(table([Path(folder) for folder in arguments]))
+    options = read_options(CompareOptions, arguments, "compare", ABOUT, usage="RUN [RUN ...]")
+    if not options.runs:
+        raise UserError("compare needs a run folder: fedmpi compare RUN [RUN ...]")
+    print(table([Path(folder) for folder in options.runs]))
     return 0

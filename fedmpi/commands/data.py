@@ -1,4 +1,4 @@
-"""The command `fedmpi data`: which data sets are here, preparing them ahead of a run, and a picture of a split."""
+"""`fedmpi data`: list data sets, prepare them ahead of a run, and draw a split."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import safetensors
@@ -23,84 +23,79 @@ from ..data.sets import shakespeare
 from ..data.store import Source, data_root, digest, prepared_files, read_prepared
 from ..errors import UserError, one_line, unknown
 from ..experiments.report.figures.split import Row, View, draw, save
-from ..plugins.knobs import check_bounds, knob
+from ..plugins.knobs import knob
 from ..runs import build
 from ..runs.config import Config, Skew
 from ..runs.log import set_up
-from ..runs.options import filled, make_parser
+from ..runs.options import flag, positional, read_options
 
-if TYPE_CHECKING:
-    pass
+USAGE = """usage: fedmpi data COMMAND [options]
 
-T = TypeVar("T")
-
-USAGE = """usage: fedmpi data COMMAND ...
-
-Data sets: what is here, and what a split does to it.
+List, prepare and show data sets.
 
 commands:
-  list      every data set, and whether it is here; --verify reads what was prepared
-  prepare   'fedmpi data prepare NAME [NAME ...]': read or download data sets now, for all later runs
-  show      'fedmpi data show NAME [--split ...]': a picture of who has what
+  list        List the data sets and whether they are here; --verify checks the files.
+  prepare     Read or download data sets now: 'fedmpi data prepare NAME [NAME ...]'.
+  show        Draw which client has what: 'fedmpi data show NAME [--split ...]'.
 
-'fedmpi data COMMAND --help' lists the options of each.
+'fedmpi data COMMAND --help' lists the options of a command.
 """
+LIST = "List the data sets, whether they are here, and where their files belong."
+PREPARE = "Read or download data sets now, so that later runs find them prepared."
+SHOW = "Draw a split: how many samples of which class each client has, and samples as the model sees them."
 
 
 @dataclass(frozen=True)
-class Root:
-    """Where data sets are looked for."""
+class DataOptions:
+    """Options of all commands on data sets."""
 
     data_root: str | None = None
-    """folder of the data sets; null: $FEDMPI_DATA, else the user's cache"""
+    """Folder of the data sets. Default: $FEDMPI_DATA, else the user's cache."""
 
     @property
     def folder(self) -> Path | None:
-        """The folder that was named, if one was."""
+        """The given folder, if any."""
         return Path(self.data_root).expanduser() if self.data_root else None
 
 
 @dataclass(frozen=True)
-class Listing(Root):
-    """What `list` is asked for."""
+class ListOptions(DataOptions):
+    """Options of `fedmpi data list`."""
 
-    verify: bool = False
-
-
-@dataclass(frozen=True)
-class Preparing(Root):
-    """What `prepare` is asked for."""
-
-    names: list[str] = field(default_factory=list)
+    verify: bool = flag()
+    """Read prepared files and compare them with their SHA-256; exit code 1 if one is damaged."""
 
 
 @dataclass(frozen=True)
-class Show(Root):
-    """What a picture is to show: the options that `train` has, too, by the same names, and those of the picture."""
+class PrepareOptions(DataOptions):
+    """Options of `fedmpi data prepare`."""
 
+    names: list[str] = positional("NAME", many=True)
+    """Data set; 'fedmpi data list' lists them."""
+
+
+@dataclass(frozen=True)
+class ShowOptions(DataOptions):
+    """Options of `fedmpi data show`: those of `train` that define a split, and those of the picture."""
+
+    names: list[str] = positional("NAME", many=True)
+    """Data set, or your own as package.module:name."""
     split: str = "classes"
-    """how the data are dealt to the clients: iid, classes, dirichlet, quantity, natural (by writer or role), or, for
-    coloured and rotated data, feature (as iid) and mixed (as classes)"""
+    """How to split the data over the clients: iid, classes, dirichlet, quantity, natural (by writer or role); for
+    coloured and rotated data also feature (like iid) and mixed (like classes)."""
     clients: int = knob(100, low=1)
-    """clients in the federation"""
+    """Clients in the federation."""
     seed: int = knob(0, low=0)
-    """seed of the split"""
+    """Seed of the split."""
     skew: Skew = field(default_factory=Skew)
     samples: int | None = knob(None, low=1, high=24)
-    """samples of each client to show; null: 8 images, or 3 texts"""
+    """Samples of each client to show. Default: 8 images, or 3 texts."""
     out: str | None = None
-    """picture to write, a .png; null: NAME-SPLIT.png in the current folder"""
-
-
-@dataclass(frozen=True)
-class Showing(Show):
-    """What `show` is asked for."""
-
-    names: list[str] = field(default_factory=list)
+    """Picture to write, a .png. Default: NAME-SPLIT.png in the current folder."""
 
 
 def main(arguments: list[str]) -> int:
-    """Run one of the commands; returns the exit code."""
+    """Run one of the commands; return the exit code."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0 if arguments else 2
@@ -111,40 +106,29 @@ def main(arguments: list[str]) -> int:
     return COMMANDS[command](rest)
 
 
-def parse(command: str, about: str, options: type, kind: type[T], arguments: list[str], *words: str, **how: Any) -> T:
-    """What a command is asked for: the fields of `options`, and one argument that is no such field."""
-    parser = make_parser(f"fedmpi data {command}", about, options)
-    parser.add_argument(*words, **how)
-    asked = filled(parser, kind, lambda: parser.parse_args(arguments))
-    check_bounds(asked, prefix="")
-    return asked
-
-
-# What is here
+# List
 
 
 class State(NamedTuple):
-    """How it stands with a data set."""
+    """The state of a data set."""
 
     words: str
     wanted: str = ""
-    """what is to be put where, unless it is all there"""
+    """instructions for missing files"""
     troubles: Sequence[str] = ()
-    """what is wrong with what was prepared"""
+    """problems with prepared files"""
 
 
 def list_all(arguments: list[str]) -> int:
-    """`fedmpi data list`: a table of all data sets, and what to do about those that are not here."""
-    about = "Every data set, whether it is here, and where its files belong."
-    check = "read what was prepared and compare it with its SHA-256; exit code 1 where something is damaged"
-    asked = parse("list", about, Root, Listing, arguments, "--verify", action="store_true", help=check)
-    base = data_root(asked.folder)
-    sources = {name: row.source(asked.folder) for name, row in DATASETS.items()}
-    states: dict[str, State] = {}  # by source: several sets may be made of one
+    """`fedmpi data list`: print a table of all data sets, and how to get those that are missing."""
+    options = read_options(ListOptions, arguments, "data list", LIST)
+    base = data_root(options.folder)
+    sources = {name: row.source(options.folder) for name, row in DATASETS.items()}
+    states: dict[str, State] = {}  # by source: several data sets may share one
     for source in sources.values():
         if source.name not in states:
-            states[source.name] = state_of(source, base, asked.verify)
-    print(f"data root: {base}{'' if base.is_dir() else ' (not there yet)'}\n")
+            states[source.name] = state_of(source, base, options.verify)
+    print(f"data root: {base}{'' if base.is_dir() else ' (does not exist yet)'}\n")
     rows = [(name, row.about, states[sources[name].name].words) for name, row in DATASETS.items()]
     print("\n".join(aligned([("name", "what it is", "state"), *rows])))
     notes = []
@@ -158,17 +142,17 @@ def list_all(arguments: list[str]) -> int:
 
 
 def state_of(source: Source, base: Path, verify: bool) -> State:
-    """How it stands with the data set of a source; reads what was prepared only to `verify` it."""
+    """Return the state of a source's data set; read prepared files only to `verify` them."""
     try:
         files = [path for path in prepared_files(source, base) if path.is_file()]
         here = source.generated or bool(source.find(base))
         size = megabytes(files[0].stat().st_size) if files else ""
     except OSError as error:
-        raise UserError(f"data root {base} cannot be read ({error}); make it readable, or name another") from error
+        raise UserError(f"data root {base} cannot be read ({error}); make it readable, or give another") from error
     wanted = "" if here else source.wanted.format(root=base)
     if files:
         reasons = {path: trouble_with(path) for path in files} if verify else {}
-        advice = "its next use makes it again from its source" if here else "remove it"
+        advice = "its next use prepares it again" if here else "remove it"
         troubles = [f"{path} is damaged ({reason}); {advice}" for path, reason in reasons.items() if reason]
         if troubles:
             return State("damaged", wanted, troubles)
@@ -180,7 +164,7 @@ def state_of(source: Source, base: Path, verify: bool) -> State:
 
 
 def trouble_with(path: Path) -> str:
-    """What is wrong with a prepared file; nothing where it is sound."""
+    """Return what is wrong with a prepared file; '' if it is intact."""
     try:
         sound = digest(safetensors.torch.load_file(path)) == written_digest(path)
     except (OSError, safetensors.SafetensorError) as error:
@@ -189,14 +173,14 @@ def trouble_with(path: Path) -> str:
 
 
 def written_digest(path: Path) -> str:
-    """The SHA-256 of its content that a prepared file has written in it."""
+    """Return the SHA-256 that is stored in a prepared file."""
     with safetensors.safe_open(path, "pt") as file:
         about: dict[str, str] = file.metadata() or {}
     return about.get("sha256", "")
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table with a rule below its head."""
+    """Return the lines of a table with a rule below its header."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
     return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
@@ -206,28 +190,26 @@ def megabytes(size: int) -> str:
     return f"{size / 1e6:,.{0 if size >= 1e7 else 1}f} MB"
 
 
-# Preparing
+# Prepare
 
 
 def prepare(arguments: list[str]) -> int:
-    """`fedmpi data prepare`: load data sets, so that they are prepared, and tell what they are."""
-    about = "Read or download data sets now, so that later runs find them prepared."
-    names = {"nargs": "*", "metavar": "NAME", "help": "data set; 'fedmpi data list' tells what there is"}
-    asked = parse("prepare", about, Root, Preparing, arguments, "names", **names)
-    if not asked.names:
-        raise UserError("prepare was given no data set; name one or more: " + ", ".join(DATASETS))
-    for name in asked.names:
+    """`fedmpi data prepare`: prepare data sets and print what they are."""
+    options = read_options(PrepareOptions, arguments, "data prepare", PREPARE, usage="NAME [NAME ...] [options]")
+    if not options.names:
+        raise UserError("data prepare needs the name of a data set: " + ", ".join(DATASETS))
+    for name in options.names:
         if ":" in name:
             raise UserError(f"data set '{name}' is your own and is read by every run: there is nothing to prepare")
         if name not in DATASETS:
             raise unknown("data set", name, DATASETS)
-    for name in asked.names:
-        print(prepared(name, asked.folder), flush=True)
+    for name in options.names:
+        print(prepared(name, options.folder), flush=True)
     return 0
 
 
 def prepared(name: str, folder: Path | None) -> str:
-    """What a data set is, once it has been prepared, and the file that it then lies in."""
+    """Prepare a data set; return a description of it and of its file."""
     row, base = find_data(name), data_root(folder)
     source = row.source(folder)
     files = prepared_files(source, base)
@@ -241,14 +223,16 @@ def prepared(name: str, folder: Path | None) -> str:
     lines = [f"{name}: {about}"] + ([f"  {data.note}"] if data.note else [])
     path = next((path for path in files if read_prepared(path, source, base, quiet=True) is not None), None)
     if path is None:
-        return "\n".join([*lines, f"  read in {seconds:.1f} s and not kept: no folder can be written to keep it in"])
+        return "\n".join(
+            [*lines, f"  read in {seconds:.1f} s and not kept: data root and cache are not writable"]
+        )
     done = "prepared already, verified" if mark(path) in before else "prepared"
     lines.append(f"  {done} in {seconds:.1f} s: {path}, {megabytes(path.stat().st_size)}")
     return "\n".join([*lines, f"  SHA-256 of its content: {written_digest(path)}"])
 
 
 def mark(path: Path) -> tuple[int, int] | None:
-    """What a file has that no other has: it was replaced if this has changed. None where there is no file."""
+    """Return the identity of a file, which changes when it is replaced; None if there is no file."""
     try:
         stat = path.stat()
     except OSError:
@@ -256,33 +240,31 @@ def mark(path: Path) -> tuple[int, int] | None:
     return stat.st_ino, stat.st_mtime_ns
 
 
-# A split, as numbers and samples
+# Show
 
-SAMPLED = 8  # clients whose samples are shown
-LISTED = 400  # clients whose labels are shown
+SAMPLED = 8  # clients whose samples are drawn
+LISTED = 400  # clients whose labels are drawn
 ARROW, BLANK, NEW_LINE = "\u2192", "\u2423", "\u21b5"
 DECODE: dict[str, Callable[[Ints], str]] = {"shakespeare": shakespeare.decode}
 
 
 def show(arguments: list[str]) -> int:
-    """`fedmpi data show`: a picture of the split that `train` would use with the same options."""
-    about = "A picture of a split: who has how much of which class, and samples as the model sees them."
-    names = {"nargs": "*", "metavar": "NAME", "help": "data set, or your own as package.module:name"}
-    asked = parse("show", about, Show, Showing, arguments, "names", **names)
-    if len(asked.names) != 1:
-        raise UserError(f"show was given {len(asked.names)} data sets; name one: {', '.join(DATASETS)}, or your own")
-    name = asked.names[0]
-    wish = Config(
+    """`fedmpi data show`: draw the split that `train` would use with the same options."""
+    options = read_options(ShowOptions, arguments, "data show", SHOW, usage="NAME [options]")
+    if len(options.names) != 1:
+        raise UserError(f"data show needs one data set, not {len(options.names)}: {', '.join(DATASETS)}, or your own")
+    name = options.names[0]
+    given = Config(
         data=name,
-        data_root=asked.data_root,
-        split=asked.split,
-        clients=asked.clients,
-        seed=asked.seed,
-        skew=asked.skew,
+        data_root=options.data_root,
+        split=options.split,
+        clients=options.clients,
+        seed=options.seed,
+        skew=options.skew,
         cohort=1,
     )
-    cfg = build.prepare(wish).cfg
-    out = picture_file(asked.out, f"{name}-{cfg.split}")
+    cfg = build.prepare(given).cfg
+    out = picture_file(options.out, f"{name}-{cfg.split}")
     data, partition, _ = build.load_data(cfg)
     labels = data.class_labels(needed=True)
     view = View(
@@ -290,7 +272,7 @@ def show(arguments: list[str]) -> int:
         counted(partition, labels, data.kinds if labels is not None else 1),
         partition.clients,
         labels is not None,
-        sampled(data, partition, asked.samples, cfg.seed),
+        sampled(data, partition, options.samples, cfg.seed),
     )
     save(draw(view), out)
     print(summary(cfg, data, partition, labels))
@@ -299,22 +281,22 @@ def show(arguments: list[str]) -> int:
 
 
 def picture_file(given: str | None, name: str) -> Path:
-    """The file that a picture goes to, refused where that cannot be."""
+    """Return the file to write a picture to; raise a `UserError` if it cannot be."""
     out = Path(re.sub(r"[^\w.-]+", "-", name) + ".png") if given is None else Path(given).expanduser()
     if out.suffix != ".png":
         raise UserError(f"--out is '{out}'; it must end in .png")
     if out.is_dir():
-        raise UserError(f"--out {out} is a folder; name a file in it, such as {out / 'split.png'}")
+        raise UserError(f"--out {out} is a folder; give a file in it, such as {out / 'split.png'}")
     if not out.parent.is_dir():
-        raise UserError(f"--out {out}: there is no folder {out.parent}; make it, or name one that is there")
+        raise UserError(f"--out {out}: there is no folder {out.parent}; create it, or give another")
     return out
 
 
 def described(cfg: Config) -> str:
-    """A split with the numbers that it goes by."""
+    """Return a split with its parameters."""
     skew = cfg.skew
     noise = f", {skew.noise:.0%} from others" if skew.noise else ""
-    dealt = f" ({skew.classes or 2} a client{noise})"
+    dealt = f" ({skew.classes or 2} per client{noise})"
     merged = " (owners merged)" if skew.owners == "merge" else ""
     numbers = {
         "classes": dealt,
@@ -327,30 +309,30 @@ def described(cfg: Config) -> str:
 
 
 def counted(partition: Partition, labels: Ints | None, kinds: int) -> Ints:
-    """How many samples of each class the first clients have, [clients, classes]."""
+    """Return how many samples of each class the first clients have, [clients, classes]."""
     some = min(partition.clients, LISTED)
     first = Partition(partition.offsets[: some + 1], partition.order[: partition.offsets[some]])
     return np.diff(first.offsets)[:, None] if labels is None else first.histogram(labels, kinds)
 
 
 def summary(cfg: Config, data: Data, partition: Partition, labels: Ints | None) -> str:
-    """A split in a few lines."""
+    """Return a summary of a split."""
     sizes, clients = partition.sizes, partition.clients
     kinds = f"{data.kinds} classes" if labels is not None else "no classes"
     head = (
         f"{cfg.data}, split {described(cfg)}: {clients:,} clients have {len(partition.order):,} of {data.samples:,} "
         f"train samples; {data.tests:,} test samples, {kinds}"
     )
-    each = f"samples a client: min {sizes.min():,}, median {np.median(sizes):,.0f}, max {sizes.max():,}"
+    each = f"samples per client: min {sizes.min():,}, median {np.median(sizes):,.0f}, max {sizes.max():,}"
     if labels is not None:
         owner = np.repeat(np.arange(clients), np.diff(partition.offsets))
         held = len(np.unique(owner * data.kinds + labels[partition.order]))
-        each += f"; classes a client: mean {held / clients:.1f}"
+        each += f"; classes per client: mean {held / clients:.1f}"
     return "\n".join([head, each] + ([data.note] if data.note else []))
 
 
 def sampled(data: Data, partition: Partition, count: int | None, seed: int) -> list[Row]:
-    """Samples of the first clients and of the test set; none where they can be shown neither as images nor as text."""
+    """Return samples of the first clients and of the test set; [] if they are neither images nor text."""
     decode = DECODE.get(data.name) if data.kind == "sequences" else None
     if decode is None and not shows_images(data):
         return []
@@ -366,12 +348,12 @@ def sampled(data: Data, partition: Partition, count: int | None, seed: int) -> l
 
 
 def shows_images(data: Data) -> bool:
-    """Whether samples are bytes of grey or coloured images."""
+    """Return whether samples are grey or colour images in bytes."""
     return data.sample[0].dtype == torch.uint8 and len(data.shape) == 3 and data.shape[0] in (1, 3)
 
 
 def images(data: Data, picked: Ints, test: bool) -> Tensor:
-    """Images as the model sees them before normalisation, uint8 [k, channels, height, width]."""
+    """Return images as the model sees them before normalisation, uint8 [k, channels, height, width]."""
     if isinstance(data, Arrays):
         y = (data.test_y if test else data.y)[picked]
         by_class = torch.argsort(y, stable=True) if y.ndim == 1 else torch.arange(len(y))
@@ -389,7 +371,7 @@ def images(data: Data, picked: Ints, test: bool) -> Tensor:
 
 
 def texts(data: Data, picked: Ints, test: bool, decode: Callable[[Ints], str]) -> list[str]:
-    """Texts in a line each, and behind an arrow the letter that follows."""
+    """Return texts, one line each, with the letter that follows after an arrow."""
     assert isinstance(data, Arrays), "only built-in data sets have an alphabet"
     x, y = (data.test_x, data.test_y) if test else (data.x, data.y)
     pairs = [(decode(x[i].numpy()), decode(y[i : i + 1].numpy())) for i in picked.tolist()]

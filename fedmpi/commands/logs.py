@@ -1,8 +1,8 @@
-"""`fedmpi logs RUN`: what a run has printed, wherever that went.
+"""`fedmpi logs`: print a run's log, wherever it was written.
 
-    logs/RUN.log in the sweep's folder       a run of a sweep on this machine
-    slurm/JOB_RANK_log.out and .err          a submitted run, in its folder or that of its sweep
-    metrics.jsonl                            any other run: a line per round, like those that it printed
+logs/RUN.log in the sweep's folder       a run of a sweep on this machine
+slurm/JOB_RANK_log.out and .err          a submitted run, in its folder or that of its sweep
+metrics.jsonl                            any other run: one line per round, as it was printed
 """
 
 from __future__ import annotations
@@ -15,26 +15,29 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..cluster.status import SILENT, age, configured_rounds, job_of, log_folder, look
-from ..cluster.submit import Nothing
 from ..errors import UserError, complain
 from ..experiments.runs import SWEEP, sweep_runs
 from ..experiments.sweep.orders import LOGS
 from ..experiments.sweep.overview import AT_REST
-from ..plugins.knobs import check_bounds, knob
+from ..plugins.knobs import knob
 from ..runs.folder import METRICS
-from ..runs.options import filled, make_parser
+from ..runs.options import flag, positional, read_options
 
-ABOUT = "Print what a run has printed: the logs of a sweep's run or of a submitted one, else a line per round."
-LOOK, POLL = 2.0, 0.3  # seconds between two looks at the state of the run, and at its files
+ABOUT = "Print the log of a run. Runs that were started in a terminal have no log file: print one line per round."
+LOOK = 2.0  # seconds between checks of the run's status
+POLL = 0.3  # seconds between reads of its files
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What `logs` is asked for."""
+class LogsOptions:
+    """Options of `fedmpi logs`."""
 
-    run: str = ""
-    follow: bool = False
+    run: str = positional("RUN")
+    """Run folder; for a sweep, the folder of one of its runs."""
+    follow: bool = flag()
+    """Print new lines until the run ends."""
     lines: int | None = knob(None, low=0)
+    """Print only the last lines of each log. Default: all."""
 
 
 @dataclass
@@ -47,7 +50,7 @@ class Source:
     """bytes that were read"""
 
     def read(self, all_of_it: bool = False) -> list[str]:
-        """Return the new lines; the last one only when it is whole, or if `all_of_it` is wanted."""
+        """Return the new lines; an unfinished last line only if `all_of_it`."""
         try:
             with open(self.path, "rb") as file:
                 self.at = min(self.at, file.seek(0, 2))  # a run that is resumed writes its rounds anew
@@ -61,7 +64,7 @@ class Source:
 
 
 class Printer:
-    """Prints the lines of several files, each under its name, as `tail` does it."""
+    """Prints the lines of several files under their names, like `tail`."""
 
     def __init__(self, run: Path, most: int | None) -> None:
         self.run, self.most = run, most
@@ -70,7 +73,7 @@ class Printer:
         self.several = False
 
     def show(self, all_of_it: bool = False) -> int:
-        """Print what is new, of a file that is new its last lines only; returns how many lines that was."""
+        """Print new lines, and of a new file its last lines; return how many."""
         paths, count = files_of(self.run), 0
         self.several = self.several or len(paths) > 1
         for path in paths:
@@ -90,33 +93,30 @@ class Printer:
 
 
 def main(arguments: list[str]) -> int:
-    """`fedmpi logs RUN [-f] [-n LINES]`: what a run has printed."""
-    parser = make_parser("fedmpi logs", ABOUT, Nothing)
-    parser.add_argument("run", nargs="?", default="", metavar="RUN", help="run folder, also one of a sweep")
-    parser.add_argument("-f", "--follow", action="store_true", help="print what comes until the run has ended")
-    parser.add_argument("-n", "--lines", type=int, metavar="LINES", help="only the last lines of each log; none: all")
-    asked = filled(parser, Asked, lambda: parser.parse_args(arguments))
-    check_bounds(asked, prefix="")
-    if not asked.run:
-        raise UserError("logs was given no run folder; name one: fedmpi logs RUN")
-    run = Path(asked.run)
+    """`fedmpi logs RUN [-f] [-n LINES]`: print a run's log; return the exit code."""
+    short = {"follow": "-f", "lines": "-n"}
+    options = read_options(LogsOptions, arguments, "logs", ABOUT, usage="RUN [-f] [-n LINES]", short=short)
+    if not options.run:
+        raise UserError("logs needs a run folder: fedmpi logs RUN")
+    run = Path(options.run)
     if (run / SWEEP).exists():
         begun = [name for name in sweep_runs(run) if (run / name).is_dir()]
-        some = f"name one of its runs, such as {run / begun[0]}" if begun else "none of its runs has begun"
+        some = f"name one of its runs, such as {run / begun[0]}" if begun else "none of its runs has started"
         raise UserError(f"'{run}' is a sweep; {some}")
-    seen = look(run)  # refuses what is no run
-    printer = Printer(run, asked.lines)
-    count = printer.show(all_of_it=not asked.follow)
-    if asked.follow:
+    seen = look(run)  # raises if it is not a run
+    printer = Printer(run, options.lines)
+    count = printer.show(all_of_it=not options.follow)
+    if options.follow:
         follow(run, printer)
-    elif not count and asked.lines != 0:
+    elif not count and options.lines != 0:
         complain(f"{run} has printed nothing yet; it is {in_short(seen['state'], seen['why'])}")
     return 0
 
 
 def follow(run: Path, printer: Printer) -> None:
-    """Print what comes until the run has ended."""
-    looked, over = -LOOK, False
+    """Print new lines until the run ends."""
+    looked = -LOOK
+    over = False
     while True:
         if time.monotonic() - looked >= LOOK:
             seen, looked = look(run), time.monotonic()
@@ -133,7 +133,7 @@ def in_short(state: str, why: str) -> str:
 
 
 def files_of(run: Path) -> list[Path]:
-    """The files with what a run has printed: those of its sweep or its job, whichever is newer, else its rounds."""
+    """Return the log files of a run: those of its sweep or its job, whichever is newer, else its metrics."""
     job, sweep = job_of(run), run.absolute().parent / LOGS / f"{run.absolute().name}.log"
     submitted = [] if job is None else sorted(log_folder(run).glob(f"{job.id}_*_log.*"))
     submitted.sort(key=lambda path: path.suffix != ".out")
@@ -144,7 +144,7 @@ def files_of(run: Path) -> list[Path]:
 
 
 def round_line(rounds: int | None) -> Callable[[str], str]:
-    """Return what makes a line, as a run prints it, of one of metrics.jsonl; what cannot be read stays as it is."""
+    """Return a function from a line of metrics.jsonl to the line that the run printed; it keeps unreadable lines."""
     from ..runs.log import line, report_of
 
     def shown(text: str) -> str:

@@ -1,4 +1,4 @@
-"""`fedmpi status` and `fedmpi cancel`, for runs and for whole sweeps."""
+"""`fedmpi status` and `fedmpi cancel`, for runs and sweeps."""
 
 from __future__ import annotations
 
@@ -9,56 +9,49 @@ import socket
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ..cluster.status import JOB, Job, age, alive, in_words, jobs_of, look_at
-from ..cluster.submit import Nothing, cancel_jobs, kept, running_job, wait_until
+from ..cluster.submit import cancel_jobs, kept, running_job, wait_until
 from ..errors import RunError, UserError, complain
 from ..experiments.runs import SWEEP, read_sweep_record, sweep_runs
 from ..experiments.sweep.orders import CONFIGS
 from ..experiments.sweep.overview import Row, lines_of, rows_of, summary, table
 from ..experiments.sweep.presence import processes
 from ..runs.folder import CONFIG, METRICS, STARTS, holder
-from ..runs.options import filled, make_parser
+from ..runs.options import flag, positional, read_options
 
-R = TypeVar("R", bound="Runs")
-
-HOME, DEEPEST = Path("runs"), 3  # where runs are looked for, and how many folders below
+HOME = Path("runs")  # where to look for runs
+DEEPEST = 3  # folders below HOME to search
 STATUS_ABOUT = (
-    "Show the status of runs: state, round, rounds a minute, time left, last lines of the error log. For the folder of "
+    "Show the status of runs: state, round, rounds/min, time left, last lines of the error log. For the folder of "
     "a sweep, one line per run. Without a folder, all runs and sweeps under runs/, newest first."
 )
 CANCEL_ABOUT = (
-    "End the jobs of runs, or all runs of a sweep. Their checkpoints are kept: the same command resumes from there."
+    "Cancel the jobs of runs, or all runs of a sweep. Checkpoints are kept: the same command resumes from there."
 )
 
 
 @dataclass(frozen=True)
-class Runs:
-    """Folders of runs and sweeps."""
+class CancelOptions:
+    """Options of `fedmpi cancel`."""
 
-    runs: list[str] = field(default_factory=list)
+    runs: list[str] = positional("RUN", many=True)
+    """Folder of a run or a sweep."""
 
 
 @dataclass(frozen=True)
-class Looked(Runs):
-    """What `status` is asked for."""
+class StatusOptions(CancelOptions):
+    """Options of `fedmpi status`."""
 
-    json: bool = False
-
-
-def folders(command: str, about: str, kind: type[R], arguments: list[str]) -> R:
-    """What a command on folders is asked for."""
-    parser = make_parser(f"fedmpi {command}", about, Nothing)
-    parser.add_argument("runs", nargs="*", metavar="RUN", help="folder of a run or a sweep")
-    if kind is Looked:
-        parser.add_argument("--json", action="store_true", help="for programs: a list of JSON objects, one per run")
-    return filled(parser, kind, lambda: parser.parse_args(arguments))
+    json: bool = flag()
+    """Print a list of JSON objects, one per run."""
 
 
 def is_sweep(folder: Path) -> bool:
+    """Return whether a folder is that of a sweep."""
     return (folder / SWEEP).exists()
 
 
@@ -66,14 +59,14 @@ def is_sweep(folder: Path) -> bool:
 
 
 def status(arguments: list[str]) -> int:
-    """`fedmpi status [RUN ...] [--json]`: how it stands with runs and sweeps."""
-    asked = folders("status", STATUS_ABOUT, Looked, arguments)
-    given = [Path(run) for run in asked.runs] or list(found_under(HOME))
-    if asked.json:
+    """`fedmpi status [RUN ...] [--json]`: show the status of runs and sweeps; return the exit code."""
+    options = read_options(StatusOptions, arguments, "status", STATUS_ABOUT, usage="[RUN ...] [--json]")
+    given = [Path(run) for run in options.runs] or list(found_under(HOME))
+    if options.json:
         print(json.dumps([one for path in given for one in objects(path)], indent=2), flush=True)
     elif not given:
         print(f"no runs under {HOME}/ here; 'fedmpi train' and 'fedmpi sweep' write theirs there", flush=True)
-    elif not asked.runs:
+    elif not options.runs:
         print("\n".join(listed(given)), flush=True)
     else:
         seen = iter(look_at([path for path in given if not is_sweep(path)]))
@@ -82,21 +75,21 @@ def status(arguments: list[str]) -> int:
 
 
 def overview(home: Path) -> str:
-    """A sweep in a line for each run, and all of them in one."""
+    """Return the status of a sweep: one line per run and a summary."""
     rows = asked_for(home)
     rest = len(sweep_runs(home)) - len(rows)
-    more = f"\n{rest} more runs of the sweep's file were not asked for yet (--only)" if rest else ""
+    more = f"\n{rest} more runs of the sweep file have not been requested yet (--only)" if rest else ""
     return f"{home}: sweep {read_sweep_record(home).get('name')}\n{table(rows, at_once(home))}{more}"
 
 
 def asked_for(home: Path) -> list[Row]:
-    """The runs of a sweep that some command has asked for: with a folder, or a configuration to start them with."""
+    """Return the requested runs of a sweep: those with a folder, or with a configuration to start them."""
     there = [n for n in sweep_runs(home) if (home / n).exists() or (home / CONFIGS / f"{n}.yaml").exists()]
     return rows_of(there, home)
 
 
 def at_once(home: Path) -> int:
-    """The runs of a sweep that are under way, one at least."""
+    """Return how many runs of a sweep are running, at least 1."""
     return max(1, sum(holder(home / name) is not None for name in sweep_runs(home)))
 
 
@@ -112,7 +105,7 @@ def objects(path: Path) -> list[dict[str, Any]]:
 
 
 def found_under(home: Path) -> Iterator[Path]:
-    """The runs and sweeps below a folder, newest first."""
+    """Yield the runs and sweeps below a folder, newest first."""
 
     def inside(folder: Path, deep: int) -> Iterator[Path]:
         if is_sweep(folder) or (folder / CONFIG).exists() or (folder / JOB).exists():
@@ -127,13 +120,13 @@ def found_under(home: Path) -> Iterator[Path]:
 
 
 def newest(folder: Path) -> float:
-    """When a run, or any run of a sweep, last wrote."""
+    """Return when a run, or any run of a sweep, last wrote."""
     runs = [folder, *(folder.glob("*/") if is_sweep(folder) else [])]
     return max(age(run / name) for run in runs for name in (METRICS, STARTS, CONFIG, SWEEP, JOB))
 
 
 def listed(found: list[Path]) -> list[str]:
-    """A line for each run or sweep."""
+    """Return one line per run or sweep."""
     runs = [path for path in found if not is_sweep(path)]
     by_home: dict[Path, list[str]] = {}
     for path in runs:
@@ -149,7 +142,7 @@ def listed(found: list[Path]) -> list[str]:
 
 
 def brief(home: Path) -> str:
-    """A sweep in a few words; why it cannot be read where that is so."""
+    """Return a summary of a sweep, or why it cannot be read."""
     try:
         return summary(asked_for(home), at_once(home))
     except UserError as error:
@@ -160,11 +153,11 @@ def brief(home: Path) -> str:
 
 
 def cancel(arguments: list[str]) -> int:
-    """`fedmpi cancel RUN [RUN ...]`: end the jobs of runs, and whatever runs of a sweep."""
-    asked = folders("cancel", CANCEL_ABOUT, Runs, arguments)
-    if not asked.runs:
-        raise UserError("cancel was given no run folder; name one or more: fedmpi cancel RUN [RUN ...]")
-    paths = [Path(run) for run in asked.runs]
+    """`fedmpi cancel RUN [RUN ...]`: cancel the jobs of runs and the processes of sweeps; return the exit code."""
+    options = read_options(CancelOptions, arguments, "cancel", CANCEL_ABOUT, usage="RUN [RUN ...]")
+    if not options.runs:
+        raise UserError("cancel needs a run folder: fedmpi cancel RUN [RUN ...]")
+    paths = [Path(run) for run in options.runs]
     jobs = {path: running_job(path) for path in paths if not is_sweep(path)}
     for text in cancel_jobs(jobs) if jobs else []:
         print(text, flush=True)
@@ -175,59 +168,59 @@ def cancel(arguments: list[str]) -> int:
 
 
 def cancel_sweep(home: Path) -> None:
-    """End the processes that run a sweep, the jobs of its runs, and runs that nobody looks after any more."""
+    """End the processes of a sweep, the jobs of its runs, and runs that have lost their sweep process."""
     runs = [home / name for name in sweep_runs(home) if (home / name).is_dir()]
     jobs: dict[Path, Job] = {}
     for run, (job, facts) in zip(runs, jobs_of(runs), strict=True):
         if facts is None:
-            raise RunError(f"Slurm does not answer about {job} of {run}; see whether 'sinfo' answers, then try again")
+            raise RunError(f"Slurm does not answer about {job} of {run}; check 'sinfo', then try again")
         if job is not None and alive(run, job, facts):
             jobs[run] = job
     held = {run: owner for run in runs if run not in jobs and (owner := holder(run)) is not None}
     local = end_processes(home) + (cancel_jobs(jobs) if jobs else [])
-    lone = {run: owner for run, owner in held.items() if holder(run) is not None and here(owner)}
+    lone = {run: owner for run, owner in held.items() if holder(run) is not None and on_this_machine(owner)}
     for owner in lone.values():
-        tell(int(owner["pid"]))
+        terminate(int(owner["pid"]))
     wait_until(lambda: all(holder(run) is None for run in lone))
     for run, owner in held.items():
-        how = "stopped" if holder(run) is None else "told to end when its round is done"
-        if holder(run) is not None and not here(owner):
+        how = "stopped" if holder(run) is None else "stopping after its current round"
+        if holder(run) is not None and not on_this_machine(owner):
             how = f"runs on {owner.get('host')}: cancel it there"
         local.append(f"{run}: {how}; {kept(run)}")
     for text in local:
         print(text, flush=True)
     counts = Counter(row.state for row in asked_for(home))
-    states = ", ".join(f"{count} {state}" for state, count in counts.items()) or "no run begun"
+    states = ", ".join(f"{count} {state}" for state, count in counts.items()) or "no run started"
     if not local:
-        raise UserError(f"'{home}' has nothing that runs or waits in a queue: {states}")
+        raise UserError(f"'{home}' has no running or queued runs: {states}")
     print(f"{home}: {states}; the same 'fedmpi sweep' resumes it", flush=True)
 
 
 def end_processes(home: Path) -> list[str]:
-    """End the processes on this machine that run a sweep, with their runs; returns a line about each."""
+    """End the processes on this machine that run a sweep, with their runs; return one line about each."""
     found = processes(home)
-    for one in filter(here, found):
-        tell(int(one["pid"]))
-    wait_until(lambda: not any(here(one) for one in processes(home)))
+    for one in filter(on_this_machine, found):
+        terminate(int(one["pid"]))
+    wait_until(lambda: not any(on_this_machine(one) for one in processes(home)))
     left = [one["pid"] for one in processes(home)]
     said = []
     for one in found:
-        how = "told to end, and waiting for its runs" if one["pid"] in left else "ended"
+        how = "stopping, waiting for its runs" if one["pid"] in left else "ended"
         who = f"{home}: the sweep's process {one['pid']}"
-        said.append(f"{who} {how}" if here(one) else f"{who} runs on {one['host']}: cancel it there")
+        said.append(f"{who} {how}" if on_this_machine(one) else f"{who} runs on {one['host']}: cancel it there")
     return said
 
 
-def here(owner: Mapping[str, Any]) -> bool:
-    """Whether a process is on this machine."""
+def on_this_machine(owner: Mapping[str, Any]) -> bool:
+    """Return whether a process is on this machine."""
     return owner.get("host") == socket.gethostname() and isinstance(owner.get("pid"), int)
 
 
-def tell(pid: int) -> None:
-    """Tell a process to end."""
+def terminate(pid: int) -> None:
+    """Send SIGTERM to a process."""
     try:
         os.kill(pid, signal.SIGTERM)
     except ProcessLookupError:
         pass
     except PermissionError:
-        complain(f"process {pid} belongs to somebody else")
+        complain(f"process {pid} belongs to another user")

@@ -1,9 +1,9 @@
-"""Every knob, its meaning and its bounds: one tree of frozen dataclasses, read from the command line and YAML by
-jsonargparse.
+"""Every option of a run, its help text and its bounds: a tree of frozen dataclasses, read from the command line and
+YAML by jsonargparse.
 
-A field's bounds stand beside its default and are checked in one place, so an error always reads the same: what was
+A field's bounds stand next to its default and are checked in one place, so an error always reads the same: what was
 given, what is valid. Fields that default to null are filled in by the algorithm's row (`algorithms.resolve`) or by
-the machine.
+the machine; their help texts say so after "Default:".
 """
 
 from __future__ import annotations
@@ -30,145 +30,149 @@ def renamed(tree: Any) -> Any:
 
 @dataclass(frozen=True)
 class Local:
-    """What a client does in a round."""
+    """The client's part of a round."""
 
     rule: str | None = None
-    """sgd, prox, scaffold, nova, uga or fedgma2021, or your own as package.module:name; null: the algorithm's own"""
+    """Client rule: sgd, prox, scaffold, nova, uga, fedgma2021, or your own as package.module:name. Default: the
+    algorithm's."""
     lr: float | None = knob(None, low=0, open_low=True)
-    """learning rate eta_l; null: the algorithm's own"""
+    """Client learning rate. Default: the algorithm's."""
     schedule: str = "constant"
-    """learning rate over the rounds: constant, step:ROUNDS,FACTOR, cosine or cosine:LAST, also as warmup:ROUNDS+..."""
+    """Client learning rate over the rounds: constant, step:ROUNDS,FACTOR, cosine or cosine:LAST; prefix
+    warmup:ROUNDS+ to warm up."""
     epochs: int | None = knob(None, low=1)
-    """passes over the client's samples; null: the algorithm's own"""
+    """Epochs per round over the client's samples. Default: the algorithm's."""
     steps: int | None = knob(None, low=1, high=2**31 - 1)
-    """batches a round, instead of epochs"""
+    """Batches per round, instead of epochs. Default: --local.epochs counts."""
     batch: int = knob(32, low=1, high=2**31 - 1)
-    """samples a batch"""
+    """Samples per batch."""
     work: str = "full"
-    """the share of its steps that a client does: full, uniform:LOW,HIGH, or stragglers:PART,LOW,HIGH"""
+    """Share of its steps that a client does: full, uniform:LOW,HIGH, or stragglers:PART,LOW,HIGH."""
     momentum: float | None = knob(None, low=0, high=1, open_high=True)
-    """momentum rho of the client's SGD, from zero in every round; null: the algorithm's own"""
+    """Momentum of the client's SGD, reset every round. Default: the algorithm's."""
     weight_decay: float = knob(0.0, low=0)
-    """weight decay of the client's SGD"""
+    """Weight decay of the client's SGD."""
     clip: float | None = knob(None, low=0)
-    """largest norm of a gradient; longer ones are shortened to it. 0: no limit; null: the algorithm's own"""
+    """Clip gradients to this norm; 0: no limit. Default: the algorithm's."""
     clip_update: float | None = knob(None, low=0)
-    """largest norm of what a client sends (its delta; for uga its gradient). 0: no limit; null: the algorithm's own"""
+    """Clip what a client sends to this norm; 0: no limit. Default: the algorithm's."""
     mu: float = knob(0.01, low=0)
-    """pull towards the global model (rule prox)"""
+    """Strength of the pull towards the global model (rule prox)."""
     option: str = "II"
-    """how a control variate is renewed: I (gradient at the global model) or II (from the steps) (rule scaffold)"""
+    """Update of the control variates: I (gradient at the global model) or II (from the local steps) (rule
+    scaffold)."""
     gradient: str = "last"
-    """the gradient that is sent: last (of the last step) or initial (at the global model) (rule fedgma2021)"""
+    """Gradient to send: last (of the last step) or initial (at the global model) (rule fedgma2021)."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """How a client's step is computed. The defaults are those that were measured to win (benchmarks/step.py)."""
+    """How a client's step is computed. The defaults are the fastest that were measured (benchmarks/step.py)."""
 
     layout: str = "auto"
-    """how images and convolutions lie in memory: contiguous, channels_last, or auto (what the model's row says)"""
+    """Memory layout of images and convolutions: contiguous, channels_last, or auto (the model's own)."""
     precision: str = "float32"
-    """float32, or bf16: forward and backward under autocast; the parameters stay float32"""
+    """float32, or bf16: forward and backward under autocast; parameters stay float32."""
     compile: str = "none"
-    """none, or a mode of torch.compile: default, reduce-overhead (CUDA graphs on a GPU) or max-autotune"""
+    """none, or a mode of torch.compile: default, reduce-overhead (CUDA graphs on a GPU), max-autotune."""
     together: int = knob(1, low=1, high=1024)
-    """clients of a rank that are trained at once, as one stacked model; 1: one after another. With more the last bits
-    depend on which clients share a rank"""
+    """Clients that a rank trains at once as one stacked model. Above 1 the last bits depend on which clients share
+    a rank."""
 
 
 @dataclass(frozen=True)
 class Server:
-    """What the masked mean does to the model."""
+    """How the server applies the masked mean to the model."""
 
     rule: str | None = None
-    """sgd, adam, yogi or adagrad, or your own as package.module:name; null: the algorithm's own"""
+    """Server rule: sgd, adam, yogi, adagrad, or your own as package.module:name. Default: the algorithm's."""
     lr: float | None = knob(None, low=0, open_low=True)
-    """learning rate eta_g; null: the algorithm's own"""
+    """Server learning rate. Default: the algorithm's."""
     schedule: str = "constant"
-    """learning rate over the rounds, as --local.schedule"""
+    """Server learning rate over the rounds; see --local.schedule."""
     momentum: float | None = knob(None, low=0, high=1, open_high=True)
-    """momentum of the rule sgd; null: the algorithm's own"""
+    """Momentum of the server rule sgd. Default: the algorithm's."""
     b1: float = knob(0.9, low=0, high=1, open_high=True)
-    """decay of the first moment"""
+    """Decay of the first moment."""
     b2: float | None = knob(None, low=0, high=1, open_high=True)
-    """decay of the second moment; null: the variant's own"""
+    """Decay of the second moment. Default: the variant's."""
     eps: float | None = knob(None, low=0, open_low=True, high=1e18)
-    """constant beside the root; null: the variant's own"""
+    """Constant added to the root of the second moment. Default: the variant's."""
     variant: str = "reddi"
-    """reddi (no bias correction, v from eps^2, b2 0.99, eps 1e-3) or torch (bias correction, v from 0, b2 0.999, eps
-    1e-8)"""
+    """reddi (no bias correction, v starts at eps^2, b2 0.99, eps 1e-3) or torch (bias correction, v starts at 0, b2
+    0.999, eps 1e-8)."""
     mask_moments: bool = False
-    """mask the mean before the moments see it, instead of masking the step"""
+    """Apply the mask to the mean before the moments, instead of to the step."""
 
 
 @dataclass(frozen=True)
 class Skew:
-    """How the clients' data differ, for the split that reads it."""
+    """How the clients' data differ; each split reads its own."""
 
     classes: int | None = knob(None, low=1)
-    """classes a client (splits classes and mixed); null: 10 for cifar100, 20 for tinyimagenet, 2 for others"""
+    """Classes per client (splits classes and mixed). Default: 10 for cifar100, 20 for tinyimagenet, 2 for
+    others."""
     noise: float = knob(0.0, low=0, high=1, open_high=True)
-    """share of a client's samples from other classes (splits classes and mixed)"""
+    """Share of a client's samples from other classes (splits classes and mixed)."""
     alpha: float = knob(0.1, low=0, open_low=True)
-    """concentration of the labels (split dirichlet): small is heterogeneous"""
+    """Dirichlet concentration of the labels: smaller is more heterogeneous (split dirichlet)."""
     beta: float = knob(0.5, low=0, open_low=True)
-    """concentration of the sizes (split quantity)"""
+    """Dirichlet concentration of the client sizes (split quantity)."""
     owners: str = "choose"
-    """fewer clients than writers or roles (split natural): choose some of them, or merge them into clients"""
+    """If there are fewer clients than writers or roles: choose some of them, or merge them (split natural)."""
 
 
 @dataclass(frozen=True)
 class Meta:
-    """A small set held out of training: for a meta step after the server's (FedMeta), or a copy of it for every client
+    """A small set held out of training: for a meta step after the server's (FedMeta), or copied to every client
     (FedShare)."""
 
     size: int | None = knob(None, low=0)
-    """samples held out; null: the algorithm's own"""
+    """Samples to hold out of training. Default: the algorithm's."""
     lr: float | None = knob(None, low=0)
-    """learning rate of the meta step, 0 for none; null: the algorithm's own"""
+    """Learning rate of the meta step; 0: no meta step. Default: the algorithm's."""
     share: bool | None = None
-    """whether every client has a copy of the set; null: the algorithm's own"""
+    """Give every client a copy of the held-out set. Default: the algorithm's."""
     seed: int = knob(0, low=0)
-    """seed that draws the set"""
+    """Seed that draws the held-out set."""
     weights: list[float] | None = None
-    """a weight for each class, [2, 1, ...]: the set is made up in these proportions. null: as the data are"""
+    """Class proportions of the held-out set, such as [2, 1, 1]. Default: those of the data."""
     batch: int = knob(64, low=1, high=2**31 - 1)
-    """samples of the set whose gradient is taken at once"""
+    """Samples per batch of the meta gradient."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Where clients' memories are kept between rounds (SCAFFOLD's control variates)."""
+    """Where client states are kept between rounds (SCAFFOLD's control variates)."""
 
     limit: float = knob(4.0, low=0)
-    """GiB a rank keeps in memory; what is more is mapped from a file"""
+    """GiB per rank to keep in memory; the rest is mapped from a file."""
     folder: str | None = None
-    """folder of that file, which vanishes with the run; null: the run folder"""
+    """Folder of that file, which is removed after the run. Default: the run folder."""
 
 
 @dataclass(frozen=True)
 class Eval:
-    """When and how the test set is scored."""
+    """When and how the model is evaluated on the test set."""
 
     every: int = knob(1, low=1)
-    """rounds between evaluations; the last round is always scored"""
+    """Rounds between evaluations; the last round is always evaluated."""
     batch: int = knob(500, low=1, high=2**31 - 1)
-    """samples scored at once"""
+    """Samples per evaluation batch."""
     samples: int | None = knob(None, low=1)
-    """test samples that are scored, always the same random ones; null: all"""
+    """Test samples to evaluate, the same random ones every time. Default: all."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """When the state is saved, so that a run can go on from there."""
+    """When checkpoints are written."""
 
     every: int | None = knob(None, low=1)
-    """rounds between checkpoints; null: by time alone"""
+    """Rounds between checkpoints. Default: by time only."""
     minutes: float = knob(2.0, low=0)
-    """minutes between checkpoints; 0: by rounds alone. The last round is always saved"""
+    """Minutes between checkpoints; 0: by rounds only. The last round is always saved."""
     keep: int = knob(2, low=0, high=1000)
-    """the newest checkpoints that are kept; 0: none are written"""
+    """Newest checkpoints to keep; 0: write none."""
 
 
 @dataclass(frozen=True)
@@ -176,72 +180,74 @@ class Config:
     """One run."""
 
     algorithm: str = "fedavg"
-    """fedavg, fedavgm, fedprox, scaffold, fednova, fedadam, fedyogi, fedadagrad, uga, fedmeta, fedmeta-uga, fedshare or
-    fedgma2021, or your own as package.module:name"""
+    """fedavg, fedavgm, fedprox, scaffold, fednova, fedadam, fedyogi, fedadagrad, uga, fedmeta, fedmeta-uga,
+    fedshare, fedgma2021, or your own as package.module:name."""
     mask: str | None = None
-    """mean (plain averaging), gma (disagreement scales the step down), and (disagreement drops it), sand (looks at the
-    size of the disagreement too), or your own as package.module:name; null: mean (fedgma2021: and)"""
+    """mean (plain averaging), gma (scale elements down where clients disagree), and (drop them), sand (also weigh
+    the size of the disagreement), or your own as package.module:name. Default: mean (fedgma2021: and)."""
     tau: float | None = knob(None, low=0, high=1)
-    """agreement threshold of the mask: elements at or above it take the full step; 0 is plain averaging (but for sand).
-    null: 0.4 (fedgma2021: 0.8)"""
+    """Agreement threshold of the mask: elements at or above it take the full step. Default: 0.4 (fedgma2021:
+    0.8)."""
     sharpness: float = knob(4.0, low=0, open_low=True)
-    """how soon the mask sand rises behind tau"""
+    """How steeply the mask sand rises above tau."""
     data: str = "glyphs"
     """glyphs (generated), mnist, fmnist, cifar10, cifar100, tinyimagenet, femnist, shakespeare, cmnist2, fedcmnist,
-    fedrotmnist or fedrotmnist-clients ('fedmpi data list' tells what is here), or your own as package.module:name"""
+    fedrotmnist, fedrotmnist-clients, or your own as package.module:name. 'fedmpi data list' shows what is here."""
     data_root: str | None = None
-    """folder of the data sets; null: $FEDMPI_DATA, else the user's cache"""
+    """Folder of the data sets. Default: $FEDMPI_DATA, else the user's cache."""
     augment: str | None = None
-    """what training does to images: crop:PIXELS, flip, crop:PIXELS+flip or none; null: the data set's own"""
+    """Augmentation of training images: crop:PIXELS, flip, crop:PIXELS+flip or none. Default: the data set's."""
     workers: int = knob(0, low=0, high=256)
-    """processes a rank that read a Dataset of your own ahead"""
+    """Processes per rank that prefetch from your own Dataset."""
     split: str = "classes"
-    """how the data are dealt to the clients: iid, classes, dirichlet, quantity, natural (by writer or role), or, for
-    coloured and rotated data, feature (as iid) and mixed (as classes)"""
+    """How to split the data over the clients: iid, classes, dirichlet, quantity, natural (by writer or role); for
+    coloured and rotated data also feature (like iid) and mixed (like classes)."""
     model: str | None = None
-    """lenet, cnn, resnet18-gn, resnet18-bn, logistic or gru, torchvision:NAME, or your own as package.module:name;
-    null: that of the papers (resnet18-gn for cifar10, cifar100 and tinyimagenet, gru for shakespeare, else lenet)"""
+    """lenet, cnn, resnet18-gn, resnet18-bn, logistic, gru, torchvision:NAME, or your own as package.module:name.
+    Default: resnet18-gn for cifar10, cifar100 and tinyimagenet, gru for shakespeare, else lenet."""
     clients: int = knob(100, low=1)
-    """clients in the federation"""
+    """Clients in the federation."""
     cohort: int = knob(10, low=1)
-    """clients that train in a round"""
+    """Clients that train per round."""
     min_clients: int = knob(1, low=1)
-    """usable updates below which a round fails"""
+    """Fail a round with fewer usable updates."""
     rounds: int = knob(50, low=1)
-    """rounds to train"""
+    """Rounds to train."""
     seed: int = knob(0, low=0)
-    """seed of everything that is drawn"""
+    """Seed of all random numbers."""
     out: str | None = None
-    """run folder; null: runs/<algorithm>-<mask>-<data>-<seed>, with the rules that are not the algorithm's own"""
+    """Run folder. Default: runs/<algorithm>-<mask>-<data>-<seed>, plus the rules that are not the algorithm's
+    own."""
     resume: str = "auto"
-    """auto (go on from the newest sound checkpoint in the run folder, where there is one), never (start over) or force
-    (go on with changed knobs, or from a finished run with more rounds)"""
+    """auto (resume from the newest intact checkpoint in the run folder, if any), never (start over) or force
+    (resume with changed options, or a finished run with more rounds)."""
     max_minutes: float | None = knob(None, low=0, open_low=True)
-    """minutes after which the run saves and stops, with exit code 75; null: no limit"""
+    """Save and stop after this many minutes, with exit code 75. Default: no limit."""
     comm: str = "auto"
-    """transport: torch (gloo, nccl), mpi, or auto by the launcher"""
+    """Transport: torch (gloo, nccl), mpi, or auto (by the launcher)."""
     sum: str = "exact"
-    """exact (the same bits on any number of ranks) or float32 (half the bytes of the sums)"""
+    """exact (the same bits on any number of ranks) or float32 (half the bytes of the sums)."""
     wire: str = "float32"
-    """what sums and model travel as between nodes: float32, or bf16 (half the bytes, what is rounded off goes along the
-    next time; needs --sum float32)"""
+    """Format of sums and model between nodes: float32, or bf16 (half the bytes, with error feedback; needs --sum
+    float32)."""
     timeout: float = knob(600.0, low=0, open_low=True, high=1e7)
-    """seconds after which a rank that does not answer ends the run"""
+    """Seconds to wait for a rank that does not answer."""
     threads: int | None = knob(None, low=1, high=256)
-    """threads a rank; null: the node's cores shared by its ranks. Equal bits need equal threads"""
+    """Threads per rank; the same bits need the same number. Default: the node's cores divided by its ranks."""
     device: str = "auto"
-    """auto, cpu, cuda or cuda:N"""
+    """auto, cpu, cuda or cuda:N."""
     deterministic: bool = True
-    """repeatable kernels on a GPU (a CPU is repeatable anyway)"""
+    """Use deterministic kernels on a GPU (a CPU is deterministic anyway)."""
     evaluate: str = "none"
-    """what else is measured, a comma between them: clients (test accuracy of those who took part in a round and of the
-    others), agreement (by layer), gap (accuracy on training samples), membership (an attack when the run is done)"""
+    """Further measurements, separated by commas: clients (test accuracy of clients that took part and of the
+    others), agreement (per layer), gap (accuracy on training samples), membership (an attack at the end of the
+    run)."""
     log_to: str = "tensorboard"
-    """tools that follow the run, next to metrics.jsonl, a comma between them: tensorboard, wandb, mlflow or none"""
+    """Log sinks besides metrics.jsonl, separated by commas: tensorboard, wandb, mlflow or none."""
     verbose: bool = False
-    """print a second line per round: the seconds of its phases"""
+    """Print a second line per round: the seconds of its phases."""
     quiet: bool = False
-    """print nothing but warnings and errors"""
+    """Print only warnings and errors."""
     local: Local = field(default_factory=Local)
     step: Step = field(default_factory=Step)
     server: Server = field(default_factory=Server)
@@ -254,24 +260,24 @@ class Config:
 
 @dataclass(frozen=True)
 class Launch:
-    """Ranks that `fedmpi train` starts by itself: no part of what is trained, so never in config.yaml."""
+    """Ranks that `fedmpi train` starts by itself: not part of the configuration, so never in config.yaml."""
 
     ranks: int = knob(1, low=1, high=4096)
-    """ranks that this command starts on this machine; in a Slurm step with one task per node, on each node"""
+    """Ranks to start on this machine; in a Slurm step with one task per node, on each node."""
     max_restarts: int | None = knob(None, low=0, high=1000)
-    """restarts of all --ranks from the newest checkpoint when one dies; null: 3, or 0 on several nodes, whose job is
-    requeued instead"""
+    """Restarts of all --ranks from the newest checkpoint when one dies. Default: 3, or 0 on several nodes, where
+    the job is requeued instead."""
 
 
 def check(cfg: Config) -> None:
-    """Raise a `UserError` for the first knob that is out of its bounds or at odds with another."""
+    """Raise a `UserError` for the first option that is out of its bounds or conflicts with another."""
     check_bounds(cfg, prefix="")
     if cfg.cohort > cfg.clients:
         raise UserError(
             f"--cohort is {cfg.cohort} but there are only {cfg.clients} clients; lower --cohort or raise --clients"
         )
     if cfg.min_clients > cfg.cohort:
-        raise UserError(f"--min_clients is {cfg.min_clients} but only {cfg.cohort} clients train a round; lower it")
+        raise UserError(f"--min_clients is {cfg.min_clients} but only {cfg.cohort} clients train per round; lower it")
     if cfg.quiet and cfg.verbose:
         raise UserError("--quiet and --verbose are both given; choose one")
     if cfg.step.together > 1 and cfg.step.compile != "none":

@@ -1,7 +1,7 @@
-"""From a command line to a `Config`: YAML files and bundled recipes first, then options, by jsonargparse.
+"""From a command line to a dataclass: the `Config` of a run, or the options of another command.
 
-Whatever a user can get wrong here comes out as one sentence: an unknown name with the nearest match, a value of the
-wrong kind, a file that is not there or cannot be read.
+YAML files and bundled recipes come first, then options, both read by jsonargparse. Every mistake becomes an error
+message of one line: an unknown name with the closest match, a value of the wrong type, a file that cannot be read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import os
 import re
 import reprlib
 import shlex
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, field
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,33 +31,86 @@ from .config import Config, Launch, renamed
 
 T = TypeVar("T")
 
-MOST_BYTES = 1_000_000  # of a configuration, which has a few thousand
-LONG = re.compile(r"[-+]?(?:[\d_:]{100,}|0x[\da-f_]{100,}|0b[01_]{100,})", re.IGNORECASE)  # float32 ends at 39 digits
-DEEPEST = 8  # of groups in groups, of which a configuration has two
-SWEEP = {"grid", "variants", "seeds"}  # what a sweep file has, and a run's configuration has not
-ABOUT = """Train a model by federated learning. null means: chosen by the algorithm or by the machine. Common names of
-other tools are understood, such as --lr for --local.lr and --batch-size for --local.batch: docs/guide.md lists them."""
+HELP = {"-h", "--help"}
+HELP_ALL = {"--help-all", "--help_all"}
+SWEEP = {"grid", "variants", "seeds"}  # keys of a sweep file that a run's configuration does not have
+
+
+# Options of any command
+
+
+def positional(metavar: str, many: bool = False) -> Any:
+    """Return a dataclass field for a positional argument, or for any number of them; '' or [] if there is none."""
+    about = {"positional": True, "metavar": metavar, "nargs": "*" if many else "?"}
+    return field(default_factory=list, metadata=about) if many else field(default="", metadata=about)
+
+
+def flag() -> Any:
+    """Return a dataclass field for an option without a value: False, or True if it is given."""
+    return field(default=False, metadata={"metavar": None, "action": "store_true"})
+
+
+def several(metavar: str, type: Callable[[str], Any] = str) -> Any:
+    """Return a dataclass field for an option that takes one or more values and may be repeated."""
+    return field(default_factory=list, metadata={"metavar": metavar, "nargs": "+", "action": "extend", "type": type})
+
+
+def read_options(
+    kind: type[T],
+    arguments: Sequence[str],
+    command: str,
+    about: str,
+    usage: str = "[options]",
+    short: Mapping[str, str] | None = None,
+    notes: str = "",
+) -> T:
+    """Return the options of a command as a dataclass, checked; print its help and exit if that is asked for.
+
+    kind: fields are options, with `knob`, `flag` and `several`, or arguments (`positional`); their docstrings are the
+    help texts. command: 'logs', 'data list'. usage: what follows the command's name. short: {"lines": "-n"}.
+    """
+    if HELP & set(arguments):
+        from .help import Option, options_of, render
+
+        found = [*options_of(kind, short=short), Option("help", "Show this help and exit.", short="-h")]
+        sections = {
+            "arguments": [option for option in found if option.positional],
+            "options": [option for option in found if not option.positional],
+        }
+        text = render(f"fedmpi {command} {usage}", about, {k: v for k, v in sections.items() if v}, notes)
+        print(text, end="", flush=True)
+        raise SystemExit(0)
+    parser = make_parser(f"fedmpi {command}", about, kind, helps=False, short=short or {})
+    options = filled(parser, kind, lambda: parser.parse_args(list(arguments)))
+    check_bounds(options, prefix="")
+    return options
+
+
+# Options of `train`
 
 
 def parse(arguments: list[str]) -> Config:
-    """The configuration of a command line: YAML files first, then the options in their order."""
+    """Return the configuration of a command line: YAML files first, then the options in their order."""
     arguments = real_options(arguments)
-    helps, prints = (any(word.startswith(start) for word in arguments) for start in (("-h", "--h"), "--print"))
-    parser = make_parser("fedmpi train", ABOUT, Config, helps or prints)
-    if helps:  # not in what is printed: the number of ranks is no part of a configuration
-        parser.add_class_arguments(Launch, as_group=False)
+    if (HELP | HELP_ALL) & set(arguments):
+        from .help import train_help
+
+        print(train_help(everything=bool(HELP_ALL & set(arguments))), end="", flush=True)
+        raise SystemExit(0)
+    parser = make_parser("fedmpi train", "", Config, helps=False)
     check_renaming(arguments)
     for before, word in zip(["", *arguments], arguments, strict=False):
         name, equals, value = word.partition("=") if word.startswith("--") else (before, "=", word)
         if equals:
             refuse_comment(name.removeprefix("--"), value)
-            check_option(name, value)
     return filled(parser, Config, lambda: parser.parse_args(files_first(arguments)))
 
 
 def split_launch(arguments: list[str]) -> tuple[Launch, list[str]]:
     """Take the options of the launcher out of a command line; return them and the rest."""
-    names, own, rest = [f"--{field.name}" for field in dataclasses.fields(Launch)], [], []
+    names = [f"--{f.name}" for f in dataclasses.fields(Launch)]
+    own: list[str] = []
+    rest: list[str] = []
     words = iter(arguments)
     for word in words:
         if word in names:
@@ -67,18 +121,16 @@ def split_launch(arguments: list[str]) -> tuple[Launch, list[str]]:
             rest.append(word)
     if not own:
         return Launch(), rest
-    parser = make_parser("fedmpi train", ABOUT, Launch, helps=False)
-    asked = filled(parser, Launch, lambda: parser.parse_args(own))
-    check_bounds(asked, prefix="")
-    if asked.max_restarts is not None and asked.ranks == 1:
+    launch = read_options(Launch, own, "train", "")
+    if launch.max_restarts is not None and launch.ranks == 1:
         raise UserError(
-            f"--max_restarts is {asked.max_restarts} but --ranks is 1; give --ranks 2 or more, or leave it out"
+            f"--max_restarts is {launch.max_restarts} but --ranks is 1; give --ranks 2 or more, or leave it out"
         )
-    return asked, rest
+    return launch, rest
 
 
 def from_values(values: dict[str, Any]) -> Config:
-    """The configuration with these values, groups as dicts or as dataclasses; checked like a command line."""
+    """Return the configuration with these values, groups as dicts or dataclasses; checked like a command line."""
     tree = as_tree(values)
     check_keys("fedmpi.train", tree, knobs(Config()))
     parser = parser_of_values()
@@ -86,18 +138,18 @@ def from_values(values: dict[str, Any]) -> Config:
 
 
 def as_tree(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by the real names of their options, groups as dicts of what differs from the defaults."""
+    """Return values by the real names of their options, groups as dicts of what differs from the defaults."""
     return real_keywords({name: plain(chosen(value)) for name, value in values.items()})
 
 
 @functools.cache
 def parser_of_values() -> jsonargparse.ArgumentParser:
-    """A parser for values, made once: making it takes longer than using it, and a sweep has hundreds of runs."""
-    return make_parser("fedmpi.train", ABOUT, Config, helps=False)
+    """Return the parser of `from_values`. Cached: making it takes longer than using it, and a sweep has many runs."""
+    return make_parser("fedmpi.train", "", Config, helps=False)
 
 
 def plain(value: Any) -> Any:
-    """A value as YAML could have it: dataclasses as dicts, numpy's numbers as Python's."""
+    """Return a value as YAML could have it: dataclasses as dicts, numpy's numbers as Python's."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return plain(dataclasses.asdict(value))
     if isinstance(value, dict):
@@ -105,46 +157,68 @@ def plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def make_parser(name: str, about: str, kind: type, helps: bool = True) -> jsonargparse.ArgumentParser:
-    """A parser for the fields of a dataclass; their texts, which are read from the source, where it `helps`."""
+def make_parser(
+    name: str, about: str, kind: type, helps: bool = True, short: Mapping[str, str] | None = None
+) -> jsonargparse.ArgumentParser:
+    """Return a parser for the fields of a dataclass. `helps`: read the help texts from its source, which is slow."""
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=helps)
     parser = jsonargparse.ArgumentParser(prog=name, description=about, exit_on_error=False, allow_abbrev=False)
     if kind is Config:
         parser.add_argument("--config", action="config", help="YAML file, or the name of a bundled recipe")
-    parser.add_class_arguments(kind, as_group=False)
+    by_hand = [f for f in dataclasses.fields(kind) if "metavar" in f.metadata or f.name in (short or {})]
+    parser.add_class_arguments(kind, as_group=False, skip={f.name for f in by_hand})
+    for f in by_hand:
+        add_by_hand(parser, f, (short or {}).get(f.name))
     return parser
 
 
+def add_by_hand(parser: jsonargparse.ArgumentParser, f: dataclasses.Field[Any], short: str | None) -> None:
+    """Add a positional argument, a flag, or an option with several values or a short name."""
+    how: dict[str, Any] = {name: f.metadata[name] for name in ("nargs", "action", "type") if name in f.metadata}
+    how["default"] = f.default_factory() if f.default_factory is not MISSING else f.default
+    if f.metadata.get("metavar"):
+        how["metavar"] = f.metadata["metavar"]
+    if not f.metadata.get("action") and not f.metadata.get("positional"):
+        how["type"] = int if str(f.type).startswith("int") else str
+    if f.metadata.get("positional"):
+        parser.add_argument(f.name, **how)
+    else:
+        parser.add_argument(*([short] if short else []), f"--{f.name}", **how)
+
+
 def filled(parser: jsonargparse.ArgumentParser, kind: type[T], read: Callable[[], jsonargparse.Namespace]) -> T:
-    """The dataclass with what the parser reads; its complaint in one sentence."""
+    """Return the dataclass with what the parser reads; raise a `UserError` of one line where it complains."""
     try:
         values = parser.instantiate(read())
     except argparse.ArgumentError as error:
         known = [option for action in parser._actions for option in action.option_strings]
-        raise UserError(sentence(str(error), known, parser.prog)) from None
-    except OverflowError:
-        raise UserError("a number is too large for a computer's; give a smaller one") from None
+        raise UserError(error_message(str(error), known, parser.prog)) from None
+    except (OverflowError, RecursionError):
+        raise UserError("a value is too large to be read; give a smaller one") from None
     return kind(**{f.name: getattr(values, f.name) for f in dataclasses.fields(kind)})  # type: ignore[arg-type]
 
 
+# Files and recipes
+
+
 def recipes() -> dict[str, Path]:
-    """The bundled recipes by name."""
+    """Return the bundled recipes by name."""
     folder = Path(str(resources.files("fedmpi") / "experiments" / "recipes"))
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
 def single_runs() -> dict[str, Path]:
-    """Those of the bundled recipes that are one run, and not a sweep."""
+    """Return the bundled recipes that are a single run, not a sweep."""
     return {name: path for name, path in recipes().items() if not is_sweep(read_yaml(path, str(path)))}
 
 
 def is_sweep(tree: Any) -> bool:
-    """Whether a YAML file is a sweep rather than the configuration of a run."""
+    """Return whether a YAML file is a sweep rather than the configuration of a run."""
     return isinstance(tree, dict) and not SWEEP.isdisjoint(tree)
 
 
 def files_first(arguments: list[str]) -> list[str]:
-    """The arguments with every --config in front, by its path: an option overrides a file wherever it stands."""
+    """Return the arguments with every --config in front: an option overrides a file wherever it stands."""
     files, options = [], []
     words = iter(arguments)
     for word in words:
@@ -160,14 +234,14 @@ def files_first(arguments: list[str]) -> list[str]:
 
 
 def as_argument(file: Path) -> str:
-    """A configuration file for the parser: its path, or its text where it has knobs by earlier names."""
+    """Return a configuration file for the parser: its path, or its text if it uses old names of options."""
     tree = yaml.safe_load(file.read_text(encoding="utf-8"))
     return str(file) if renamed(tree) == tree else yaml.safe_dump(renamed(tree), sort_keys=False)
 
 
 def check_renaming(arguments: list[str]) -> None:
-    """Refuse another --algorithm for a file that fixes the rules of its own, as the config.yaml of a run does: the run
-    would have the new name and the old rules."""
+    """Refuse another --algorithm for a file that names its rules, as the config.yaml of a run does: the run would have
+    the new name and the old rules."""
     options = dict(zip(arguments, arguments[1:], strict=False))
     options |= {name: value for word in arguments for name, equals, value in [word.partition("=")] if equals}
     if not {"--algorithm", "--config"} <= options.keys():
@@ -181,13 +255,13 @@ def check_renaming(arguments: list[str]) -> None:
     ]
     if fixed and squeezed(tree.get("algorithm", options["--algorithm"])) != squeezed(options["--algorithm"]):
         raise UserError(
-            f"--algorithm {options['--algorithm']} with --config {file}, which fixes {' and '.join(fixed)} for its own "
-            f"algorithm {tree['algorithm']}; leave --algorithm out, or start from a file without the rules"
+            f"--algorithm {options['--algorithm']} with --config {file}, which sets {' and '.join(fixed)} for "
+            f"algorithm {tree['algorithm']}; leave --algorithm out, or use a file without these rules"
         )
 
 
 def find_file(name: str) -> Path:
-    """The file of that name, or else the bundled recipe; checked."""
+    """Return the file of that name, or else the bundled recipe; checked."""
     path = Path(name)
     if name in recipes() and not path.is_file():
         path = recipes()[name]
@@ -200,7 +274,7 @@ def find_file(name: str) -> Path:
 
 
 def check_file(path: Path, name: str) -> None:
-    """Refuse a YAML file that cannot be read, is a sweep, or names what is no knob; values are left to the parser."""
+    """Refuse a YAML file that cannot be read, is a sweep, or has unknown keys; values are left to the parser."""
     tree = read_yaml(path, f"--config {path}")
     if is_sweep(tree):
         raise UserError(f"--config {name} is a sweep; run it with 'fedmpi sweep {shlex.quote(name)}'")
@@ -208,17 +282,17 @@ def check_file(path: Path, name: str) -> None:
 
 
 def read_yaml(path: Path, where: str) -> Any:
-    """What a YAML file holds; a `UserError` for one that cannot be read, or that stands for more than it says."""
+    """Return the content of a YAML file; raise a `UserError` if it cannot be read, or has aliases or duplicate keys."""
     try:
-        if not path.is_file() and not path.is_dir():
-            raise ValueError("it is no file but a device or a pipe")  # which may never end
-        if path.stat().st_size > MOST_BYTES:
-            raise ValueError(f"it has more than {MOST_BYTES:,} bytes")
+        if not path.is_file():
+            raise ValueError("not a regular file")
         text = path.read_text(encoding="utf-8")
-        refuse_bomb(text)
-        refuse_twice(yaml.compose(text, Loader=yaml.SafeLoader))
+        alias = next((event for event in yaml.parse(text, yaml.SafeLoader) if isinstance(event, yaml.AliasEvent)), None)
+        if alias is not None:
+            raise yaml.YAMLError(f"alias *{alias.anchor} is not supported")
+        refuse_duplicates(yaml.compose(text, Loader=yaml.SafeLoader))
         return yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         why = " ".join(str(error).split())
         raise UserError(f"{where} cannot be read as YAML ({why}); correct it or give another file") from None
 
@@ -229,62 +303,32 @@ def refuse_comment(name: str, value: str) -> None:
         raise UserError(f"--{name} is '{value}'; a value cannot begin with #")
 
 
-class Bomb(yaml.YAMLError):
-    """A small text that stands for something large."""
-
-
-def check_option(option: str, text: str) -> None:
-    """Refuse a value on the command line, which may be YAML, that the parser would not come to an end with."""
-    try:
-        refuse_bomb(text)
-    except Bomb as error:
-        raise UserError(f"{option} cannot be read ({error}); give a plain value") from None
-    except (ValueError, yaml.YAMLError):
-        return  # a word, or what the parser tells better
-
-
-def refuse_bomb(text: str) -> None:
-    """Refuse aliases, and groups in groups in groups: a few lines of them may be more than a memory holds. Also numbers
-    that no knob could take, of which Python and the parser make errors of their own."""
-    depth, anchors = 0, set()
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if isinstance(event, yaml.AliasEvent) and event.anchor in anchors:
-            raise Bomb(f"it has an alias, *{event.anchor}")
-        if depth > DEEPEST:
-            raise Bomb(f"it has more than {DEEPEST} brackets or groups in each other")
-        if isinstance(event, yaml.ScalarEvent) and LONG.fullmatch(event.value):
-            raise Bomb(f"it has a number of {len(event.value)} digits")
-        anchors.add(getattr(event, "anchor", None))
-
-
-def refuse_twice(node: yaml.Node | None) -> None:
-    """Refuse a key that stands twice in one group: the first would be lost without a word."""
+def refuse_duplicates(node: yaml.Node | None) -> None:
+    """Refuse a key that appears twice in one group: YAML would silently drop the first."""
     if isinstance(node, yaml.SequenceNode):
         for one in node.value:
-            refuse_twice(one)
-    if not isinstance(node, yaml.MappingNode):
-        return
-    keys = [key.value for key, _ in node.value]
-    twice = next((key for key in keys if keys.count(key) > 1), None)
-    if twice is not None:
-        raise yaml.YAMLError(f"'{twice}' stands there twice")
-    for _, value in node.value:
-        refuse_twice(value)
+            refuse_duplicates(one)
+    elif isinstance(node, yaml.MappingNode):
+        keys = [key.value for key, _ in node.value]
+        twice = next((key for key in keys if keys.count(key) > 1), None)
+        if twice is not None:
+            raise yaml.YAMLError(f"duplicate key '{twice}'")
+        for _, value in node.value:
+            refuse_duplicates(value)
 
 
 def check_keys(where: str, tree: Any, known: dict[str, Any], prefix: str = "") -> None:
-    """Refuse a part of a YAML file that is no mapping, or one of its keys that is not known."""
+    """Refuse a part of a YAML file that is not a mapping, or that has an unknown key."""
     if not isinstance(tree, dict):
         part = f"'{prefix[:-1]}' in {where}" if prefix else where
         holds = "nothing" if tree is None else reprlib.repr(tree)
-        raise UserError(f"{part} holds {holds}; it must hold options with their values, one a line: 'name: value'")
+        raise UserError(f"{part} holds {holds}; it must hold options, one per line: 'name: value'")
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if name not in known:
             raise UserError(unknown_option(name, known, where=f" in {where}"))
         if "." in str(key) and str(key).partition(".")[0] in tree:
-            raise UserError(f"'{key}' in {where} stands beside its group '{key.partition('.')[0]}'; write it in there")
+            raise UserError(f"'{key}' in {where} is given next to its group '{key.partition('.')[0]}'; move it there")
         if dataclasses.is_dataclass(known[name]):
             check_keys(where, value, known, f"{name}.")
         elif isinstance(value, str):
@@ -292,18 +336,19 @@ def check_keys(where: str, tree: Any, known: dict[str, Any], prefix: str = "") -
 
 
 def unknown_option(given: str, known: Iterable[str], where: str = "", command: str = "fedmpi train") -> str:
-    """The sentence for an option that there is not: what it may be short for, or the nearest one."""
+    """Return the error message for an unknown option, with the closest match."""
     known = list(known)
     near = next((k for k in known if k.startswith(given)), None) or nearest(given, known)
-    hints = [f"did you mean '{near}'?" if near else None, f"'{command} --help' lists what there is"]
+    more = "--help-all" if command == "fedmpi train" else "--help"
+    hints = [f"did you mean '{near}'?" if near else None, f"'{command} {more}' lists all options"]
     if command == "fedmpi train":
         dashes = "" if where else "--"
         hints = [advice(given, dashes), hints[0], advice(given, dashes, roughly=True), hints[1]]
     return f"unknown option '{given}'{where}; {next(hint for hint in hints if hint)}"
 
 
-def sentence(text: str, known: list[str], command: str = "fedmpi train") -> str:
-    """A parser's complaint in one sentence: what was given, what is valid."""
+def error_message(text: str, known: list[str], command: str) -> str:
+    """Return a parser's error in one line: what was given, what is valid."""
     key = re.search(r'key "([^"]+)"', text)
     value = re.search(r"(?:Got|Given) value: (.*)", text)
     if key and value:

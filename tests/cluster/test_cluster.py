@@ -208,7 +208,7 @@ def test_without_a_folder_status_shows_all_runs_and_cancel_refuses(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["cancel"]) == 2 and "was given no run folder" in capsys.readouterr().err
+    assert main(["cancel"]) == 2 and "needs a run folder" in capsys.readouterr().err
     for _ in range(2):
         assert main(["status"]) == 0
         assert capsys.readouterr().out.startswith("no runs under runs/ here; ")

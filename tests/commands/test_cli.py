@@ -25,7 +25,8 @@ from fedmpi.masks import MASKS
 from fedmpi.models import MODELS
 from fedmpi.runs import options, run
 from fedmpi.runs.build import prepare
-from fedmpi.runs.config import Config, Local, Server
+from fedmpi.runs.config import Config, Launch, Local, Server
+from fedmpi.runs.help import GROUPS, SHORT, group_names, train_options
 from fedmpi.runs.options import knobs, parse
 
 QUICK = "--data tiny --split iid --model logistic --clients 8 --cohort 4 --rounds 2 --threads 1 --log_to none".split()
@@ -76,8 +77,8 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_an_unknown_command_is_told_its_neighbour(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused(capsys, "trian") == (
-        "unknown command 'trian'; did you mean 'train'? known: attack, cancel, compare, data, doctor, logs, "
-        "plan, recipes, report, requeue, status, submit, sweep, train"
+        "unknown command 'trian'; did you mean 'train'? known: attack, cancel, compare, completion, data, doctor, "
+        "logs, plan, recipes, report, requeue, status, submit, sweep, train"
     )
 
 
@@ -85,7 +86,7 @@ def test_an_unknown_command_is_told_its_neighbour(capsys: pytest.CaptureFixture[
     ("words", "said"),
     [
         ("run --data mnist", "unknown command 'run'; did you mean 'train'? known: "),
-        ("--data mnist", "'--data' comes before a command; write 'fedmpi train --data ...'"),
+        ("--data mnist", "option '--data' is given before a command; write 'fedmpi train --data ...'"),
         ("help nonsense", "unknown command 'nonsense'; known: "),
         ("train rounds=3", "unknown option 'rounds'; did you mean '--rounds'?"),
         ("train -lr 3", "unknown option '-lr'; did you mean '--local.lr'?"),
@@ -97,28 +98,51 @@ def test_what_a_newcomer_types_gets_an_answer(words: str, said: str, capsys: pyt
 
 
 def test_help_for_a_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["help"]) == 0 and "commands:" in capsys.readouterr().out
-    assert main(["help", "compare"]) == 0 and capsys.readouterr().out.startswith("usage: fedmpi compare")
+    assert main(["help"]) == 0 and capsys.readouterr().out.startswith("usage: fedmpi COMMAND")
+    for command in sorted(set(cli.COMMANDS) - {"plan", "data"}):
+        assert helped(capsys, "help", command).startswith(f"usage: fedmpi {command}")
+
+
+def helped(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What a command prints as its help."""
     with pytest.raises(SystemExit) as left:
-        main(["help", "train"])
-    assert left.value.code == 0 and capsys.readouterr().out.startswith("usage: fedmpi train")
+        main(words)
+    assert left.value.code == 0
+    return capsys.readouterr().out
 
 
 @pytest.fixture
-def told(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
-    """What `fedmpi train --help` says of each option."""
-    with pytest.raises(SystemExit) as left:
-        main(["train", "--help"])
-    assert left.value.code == 0
-    options = re.split(r"^  --", capsys.readouterr().out, flags=re.MULTILINE)[1:]
-    aliased = (re.sub(r"^(\S+ \S+), --\S+ \S+", r"\1", option) for option in options)  # --list X, --list+ X
-    return {option.split()[0]: " ".join(option.split()[2:]) for option in aliased}
+def explained(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    """What `fedmpi train --help-all` says of each option."""
+    options = re.split(r"^  --", helped(capsys, "train", "--help-all"), flags=re.MULTILINE)[1:]
+    return {option.split()[0]: " ".join(option.split("\n\n")[0].split()[1:]) for option in options}
 
 
-def test_the_help_of_train_tells_every_knob(told: dict[str, str]) -> None:
-    for name, value in knobs(Config()).items():
-        if not hasattr(value, "__dataclass_fields__"):
-            assert re.match(r"(GiB|[a-z]).{8,} \(type: ", told[name]), f"--{name} is not explained: {told[name]}"
+def test_the_full_help_of_train_explains_every_option_and_its_default(explained: dict[str, str]) -> None:
+    known = {name: value for name, value in knobs(Config()).items() if not hasattr(value, "__dataclass_fields__")}
+    assert set(explained) == {*known, *knobs(Launch()), "config", "print_config"}
+    for name in known:
+        assert re.search(r" \w.{8,}\.$", explained[name]), f"--{name} is not explained: {explained[name]}"
+        assert explained[name].count("Default: ") == 1, f"--{name} does not say its default: {explained[name]}"
+
+
+def test_every_option_of_train_is_in_one_group() -> None:
+    known = train_options()
+    grouped = [name for title in GROUPS for name in group_names(title, known)]
+    assert sorted(grouped) == sorted(known), "add a new option to GROUPS in fedmpi/runs/help.py"
+    assert set(SHORT) <= set(known)
+
+
+def test_the_short_help_has_the_common_options_in_80_columns(
+    capsys: pytest.CaptureFixture[str], patch: pytest.MonkeyPatch
+) -> None:
+    patch.setenv("COLUMNS", "80")
+    text = helped(capsys, "help", "train")
+    assert sorted(re.findall(r"^  --(\S+)", text, re.MULTILINE)) == sorted(SHORT) and "--help-all" in text
+    assert [title for title in GROUPS if f"\n{title}:\n" in text] == [title for title in GROUPS if title != "advanced"]
+    assert "\x1b" not in text and max(map(len, text.splitlines())) <= 80
+    patch.setenv("COLUMNS", "110")
+    assert len(helped(capsys, "train", "-h").splitlines()) < len(text.splitlines())
 
 
 @pytest.mark.parametrize(
@@ -132,8 +156,8 @@ def test_the_help_of_train_tells_every_knob(told: dict[str, str]) -> None:
         ("sum", SUMS),
     ],
 )
-def test_the_help_names_every_row_of_a_table(option: str, table: Collection[str], told: dict[str, str]) -> None:
-    assert set(table) - {"tiny"} <= set(re.findall(r"[\w-]+", told[option].partition("(type")[0]))
+def test_the_help_names_every_row_of_a_table(option: str, table: Collection[str], explained: dict[str, str]) -> None:
+    assert set(table) - {"tiny"} <= set(re.findall(r"[\w-]+", explained[option]))
 
 
 def test_a_module_can_be_started_and_fails_without_a_traceback() -> None:
@@ -142,7 +166,7 @@ def test_a_module_can_be_started_and_fails_without_a_traceback() -> None:
         return subprocess.run(command, cwd=Path(fedmpi.__file__).parents[1], capture_output=True, text=True)
 
     helped = start("--help")
-    assert (helped.returncode, helped.stderr) == (0, "") and "commands:" in helped.stdout
+    assert (helped.returncode, helped.stderr) == (0, "") and "usage: fedmpi COMMAND" in helped.stdout
     wrong = start("train", "--tau", "2")
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr == "fedmpi: --tau is 2.0; it must be in [0, 1]\n"
@@ -189,7 +213,7 @@ def test_every_bundled_recipe_is_a_sound_configuration() -> None:
         ("local:\n  lrr: 1\n", "unknown option 'local.lrr' in --config f.yaml; did you mean 'local.lr'?"),
         ("local:\n  tau: 1\n", "unknown option 'local.tau' in --config f.yaml; ..."),
         ("config: g.yaml\n", "unknown option 'config' in --config f.yaml; ..."),
-        ("3: 4\n", "unknown option '3' in --config f.yaml; 'fedmpi train --help' lists what there is"),
+        ("3: 4\n", "unknown option '3' in --config f.yaml; 'fedmpi train --help-all' lists all options"),
         ("clients: many\n", "--clients is 'many'; it must be a whole number"),
         ("clients: 1.5\n", "--clients is '1.5'; it must be a whole number"),
         ("clients: true\n", "--clients is 'True'; it must be a whole number"),
@@ -200,12 +224,12 @@ def test_every_bundled_recipe_is_a_sound_configuration() -> None:
         ("timeout: .inf\n", "--timeout is inf; it must be a finite number"),
         ("tau: .nan\n", "--tau is nan; it must be in [0, 1]"),
         ("tau: 1.5\n", "--tau is 1.5; it must be in [0, 1]"),
-        ("local: 3\n", "'local' in --config f.yaml holds 3; it must hold options ..."),
-        ("local: null\n", "'local' in --config f.yaml holds nothing; it must hold options ..."),
-        ("local:\n- lr\n", "'local' in --config f.yaml holds ['lr']; it must hold options ..."),
-        ("- a\n- b\n", "--config f.yaml holds ['a', 'b']; it must hold options ..."),
-        ("fedavg\n", "--config f.yaml holds 'fedavg'; it must hold options ..."),
-        ("", "--config f.yaml holds nothing; it must hold options ..."),
+        ("local: 3\n", "'local' in --config f.yaml holds 3; it must hold options..."),
+        ("local: null\n", "'local' in --config f.yaml holds nothing; it must hold options..."),
+        ("local:\n- lr\n", "'local' in --config f.yaml holds ['lr']; it must hold options..."),
+        ("- a\n- b\n", "--config f.yaml holds ['a', 'b']; it must hold options..."),
+        ("fedavg\n", "--config f.yaml holds 'fedavg'; it must hold options..."),
+        ("", "--config f.yaml holds nothing; it must hold options..."),
         ("a: [1\nb: 2\n", "--config f.yaml cannot be read as YAML (...line 2...); correct it ..."),
         ("a: b: c\n", "--config f.yaml cannot be read as YAML (...line 1...); correct it ..."),
         ("\ttau: 1\n", "--config f.yaml cannot be read as YAML (...); correct it ..."),
@@ -240,7 +264,7 @@ def test_bytes_that_are_no_text_are_refused(capsys: pytest.CaptureFixture[str]) 
 
 def test_a_folder_or_nothing_is_no_file(capsys: pytest.CaptureFixture[str]) -> None:
     Path("folder").mkdir()
-    assert "Is a directory" in refused(capsys, "train", "--config", "folder")
+    assert "not a regular file" in refused(capsys, "train", "--config", "folder")
     assert "--config" in refused(capsys, "train", "--config=")
     assert "--config: expected one argument" in refused(capsys, "train", "--config")
 
@@ -268,8 +292,8 @@ def test_print_config_prints_what_reads_back_the_same(capsys: pytest.CaptureFixt
         (["--local.lrr", "1"], "unknown option '--local.lrr'; did you mean '--local.lr'?"),
         (["--algor", "fedavg"], "unknown option '--algor'; did you mean '--algorithm'?"),
         (["--server.mom", "0.9"], "unknown option '--server.mom'; did you mean '--server.momentum'?"),
-        (["--quantum"], "unknown option '--quantum'; 'fedmpi train --help' lists what there is"),
-        (["fedavg"], "unknown option 'fedavg'; 'fedmpi train --help' lists what there is"),
+        (["--quantum"], "unknown option '--quantum'; 'fedmpi train --help-all' lists all options"),
+        (["fedavg"], "unknown option 'fedavg'; 'fedmpi train --help-all' lists all options"),
         (["--tau", "much"], "--tau is 'much'; it must be a number or null"),
         (["--tau", "nan"], "--tau is 'nan'; it must be a number or null"),
         (["--tau", "1.5"], "--tau is 1.5; it must be in [0, 1]"),
@@ -490,9 +514,7 @@ def test_a_mistake_is_said_by_rank_0_at_once_and_by_others_when_nobody_has_ended
 
 
 def test_compare_needs_a_run(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compare"]) == 2
-    assert "usage: fedmpi compare" in capsys.readouterr().out
-    assert main(["compare", "--help"]) == 0
+    assert refused(capsys, "compare") == "compare needs a run folder: fedmpi compare RUN [RUN ...]"
 
 
 def test_compare_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:

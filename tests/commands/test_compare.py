@@ -48,7 +48,7 @@ def test_a_row_is_what_the_run_wrote(runs: list[Path]) -> None:
     assert cells["kept"] == "1.000"
     assert cells["agreement"] == f"{sum(r['agreement'] for r in rounds) / 5:.3f}"
     assert cells["MB moved"] == "0.0"
-    assert cells["s a round"] == f"{sorted(sum(r['seconds'].values()) for r in rounds)[2]:.2f}"
+    assert cells["s/round"] == f"{sorted(sum(r['seconds'].values()) for r in rounds)[2]:.2f}"
 
 
 def test_a_mask_is_shown_with_its_threshold(runs: list[Path]) -> None:
@@ -105,7 +105,7 @@ def test_a_run_before_its_first_round_is_a_row_of_dashes(copied: Path) -> None:
     (copied / "metrics.jsonl").write_text("")
     cells = dict(zip(COLUMNS, row(copied), strict=True))
     assert cells["rounds"].startswith("0/") and cells["MB moved"] == "0.0"
-    dashed = ("best acc", "last acc", "last loss", "kept", "agreement", "s a round")
+    dashed = ("best acc", "last acc", "last loss", "kept", "agreement", "s/round")
     assert {cells[name] for name in dashed} == {"-"}
 
 

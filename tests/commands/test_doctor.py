@@ -100,7 +100,7 @@ def test_a_rank_is_named_where_not_all_that_looked_have_found_the_same() -> None
         (["--devise", "cpu"], "unknown option '--devise'; did you mean '--device'?"),
         (["--device", "gpu"], "unknown device 'gpu'; known: auto, cpu, cuda, cuda:N"),
         (["--threads", "0"], "--threads is 0; it must be in [1, 256]"),
-        (["now"], "unknown option 'now'; 'fedmpi doctor --help' lists what there is"),
+        (["now"], "unknown option 'now'; 'fedmpi doctor --help' lists all options"),
     ],
 )
 def test_a_wrong_argument_leaves_by_2(words: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:

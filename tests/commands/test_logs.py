@@ -81,7 +81,7 @@ def test_what_has_no_log_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[s
     (tmp_path / "sweep" / "sweep.json").write_text(json.dumps({"axes": {}, "runs": {"run": {"seed": "0"}}}))
     assert main(["logs", str(run)]) == 0 and "has printed nothing yet; it is finished" in capsys.readouterr().err
     for words, said in (
-        ([], "logs was given no run folder"),
+        ([], "logs needs a run folder"),
         ([str(tmp_path / "nowhere")], "is no folder"),
         ([str(tmp_path / "sweep")], f"is a sweep; name one of its runs, such as {run}"),
         ([str(run), "-n", "-1"], "--lines is -1; it must be at least 0"),

@@ -339,7 +339,7 @@ def test_on_slurm_a_sweep_is_one_job_array(tmp_path: Path) -> None:
         assert code == 0 and len(re.findall(r"Slurm job \d+_\d cancelled; ", out)) == 4, err
         assert "4 cancelled; the same 'fedmpi sweep' resumes it" in out
         code, _, err = fedmpi("cancel", long, **variables)
-        assert code == 2 and "has nothing that runs or waits in a queue: 4 cancelled" in err
+        assert code == 2 and "has no running or queued runs: 4 cancelled" in err
     assert sha(home / "gma_s1") == alone(tmp_path / "alone", "--mask", "gma", "--seed", "1"), "with one thread, as here"
 
 

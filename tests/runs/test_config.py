@@ -140,7 +140,7 @@ def test_a_cohort_is_no_larger_than_the_federation() -> None:
 
 def test_no_more_clients_are_demanded_than_train() -> None:
     check(replace(Config(), cohort=5, min_clients=5))
-    with pytest.raises(UserError, match="--min_clients is 6 but only 5 clients train a round"):
+    with pytest.raises(UserError, match="--min_clients is 6 but only 5 clients train per round"):
         check(replace(Config(), cohort=5, min_clients=6))
 
 
@@ -423,7 +423,7 @@ def test_another_algorithm_for_a_file_that_fixes_the_rules_is_refused(tmp_path: 
     file = tmp_path / "config.yaml"
     file.write_text("algorithm: fedavg\nlocal:\n  rule: sgd\nserver:\n  rule: sgd\n")
     for words in (["--algorithm", "fedyogi"], ["--algorithm=fedyogi"]):
-        with pytest.raises(UserError, match=r"fixes local.rule sgd and server.rule sgd for its own algorithm fedavg"):
+        with pytest.raises(UserError, match=r"sets local.rule sgd and server.rule sgd for algorithm fedavg"):
             parse(["--config", str(file), *words])
     assert parse(["--config", str(file), "--algorithm", "fedavg"]).server.rule == "sgd"
     rules = ["--local.rule", "sgd", "--server.rule", "yogi"]
@@ -435,9 +435,9 @@ def test_another_algorithm_for_a_file_that_fixes_the_rules_is_refused(tmp_path: 
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("mask: mean\nmask: and\n", "cannot be read as YAML ('mask' stands there twice); correct it"),
-        ("local:\n  lr: 1\nlocal:\n  steps: 3\n", "cannot be read as YAML ('local' stands there twice)"),
-        ("local.steps: 1\nlocal:\n  epochs: 3\n", "stands beside its group 'local'; write it in there"),
+        ("mask: mean\nmask: and\n", "cannot be read as YAML (duplicate key 'mask'); correct it"),
+        ("local:\n  lr: 1\nlocal:\n  steps: 3\n", "cannot be read as YAML (duplicate key 'local')"),
+        ("local.steps: 1\nlocal:\n  epochs: 3\n", "is given next to its group 'local'; move it there"),
     ],
 )
 def test_a_file_of_which_a_line_would_be_lost_is_refused(text: str, sentence: str, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ import yaml
 
 from ...errors import UserError, nearest, unknown
 from ...runs.config import Config, renamed
-from ...runs.options import check_keys, check_option, find_file, is_sweep, read_yaml, recipes, unknown_option
+from ...runs.options import check_keys, find_file, is_sweep, read_yaml, recipes, unknown_option
 from ..measures import measure
 from .grid import GROUPS, KNOWN, Choose, Knobs, Point, Stop, Sweep, Where, flat, label_of, points
 
@@ -306,7 +306,6 @@ def changed(sweep: Sweep, settings: Iterable[str]) -> Sweep:
             raise UserError(f"--set is '{text}'; write knob=value, such as rounds=20")
         if name in sweep.axes:
             raise UserError(f"--set {name}: that is an axis of the sweep; choose from it with --only {name}=...")
-        check_option(f"--set {name}", value)
         try:
             parsed = yaml.safe_load(value)
         except yaml.YAMLError:
