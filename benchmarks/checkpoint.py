@@ -22,10 +22,10 @@ import torch
 
 from fedmpi.comm import SoloComm
 from fedmpi.rounds import State
-from fedmpi.runs.checkpoint import Facts, Progress, Saver
+from fedmpi.runs.checkpoint import Fingerprint, Progress, Saver
 from fedmpi.runs.config import Checkpoint
 
-FACTS = Facts({}, {})
+FINGERPRINT = Fingerprint({}, {})
 
 
 def work(x: torch.Tensor, seconds: float) -> float:
@@ -46,7 +46,7 @@ def measure(out: Path, parameters: int, rounds: int, seconds: float) -> dict[str
     saving: list[float] = []
     handed: list[float] = []
     written: list[float] = []
-    with Saver(out, Checkpoint(every=1, minutes=0), FACTS, SoloComm(), None) as saver:
+    with Saver(out, Checkpoint(every=1, minutes=0), FINGERPRINT, SoloComm(), None) as saver:
         for number in range(1, rounds + 1):
             plain.append(work(x, seconds))
             state = State(number, state.model_N, state.ints, state.moments)

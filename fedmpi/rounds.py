@@ -63,6 +63,13 @@ class State:
     """with `--wire bf16`, this rank's rounding errors: `sums` for every slice, as a part of the mean, and `model` for
     its own slice"""
 
+    def vectors(self, comm: Comm) -> dict[str, Tensor]:
+        """Return this rank's part of every vector by its name in a checkpoint, as views."""
+        found = {"model": comm.own(self.model_N)}
+        found |= {f"moment.{name}": moment_S for name, moment_S in self.moments.items()}
+        found |= {f"shared.{name}": comm.own(vector_N) for name, vector_N in self.shared.items()}
+        return found | {f"unsent.{name}": vector for name, vector in self.unsent.items()}
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -115,9 +122,11 @@ class Clients(Protocol):
     @property
     def sizes(self) -> np.ndarray:
         """Samples per client."""
+
     @property
     def layout(self) -> Layout:
         """Where the model's tensors lie in the flat vector."""
+
     @property
     def device(self) -> torch.device: ...
     @property

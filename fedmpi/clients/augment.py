@@ -16,13 +16,13 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..schedules import read_spec
+from ..seeds import augmentation_seed
 
 Augment = Callable[[Tensor, int], Tensor]
 """(images [n, channels, height, width], seed) -> images of the same shape"""
 
 STEPS = {"crop": ("pixels",), "flip": (), "none": ()}
 MOST_PIXELS = 1024
-STREAM = 0x5EED_A06  # separates these draws from those of layers under the same seed
 
 
 def make_augment(text: str, option: str = "--augment") -> Augment | None:
@@ -43,7 +43,7 @@ def make_augment(text: str, option: str = "--augment") -> Augment | None:
         return None
 
     def augment(images: Tensor, seed: int) -> Tensor:
-        rng = torch.Generator().manual_seed(seed ^ STREAM)  # on the CPU, so that every device gets the same draws
+        rng = torch.Generator().manual_seed(augmentation_seed(seed))  # on the CPU: the same draws on any device
         for step in steps:
             images = step(images, rng)
         return images

@@ -29,7 +29,7 @@ from ..runs.schema import (
     Cancelled,
     Damaged,
     Finished,
-    Life,
+    Restart,
     Start,
     Stopped,
     Submitted,
@@ -38,6 +38,7 @@ from ..runs.schema import (
     read_yaml,
     records,
 )
+from ..runs.text import align, duration
 from .slurm import ENDED, WAITING, Facts, slurm_job, slurm_jobs
 
 SILENT = "Slurm does not answer here"
@@ -147,7 +148,7 @@ def verdict(code: int, run: Path | None, retries: int, job: str, restarts: int) 
             return False, "the run was cancelled"
     saved = newest_checkpoint(run) or 0
     vain = 0
-    for life in reversed([life for life in records(run / LIVES, Life) if life.get("job") == job]):
+    for life in reversed([life for life in records(run / LIVES, Restart) if life.get("job") == job]):
         if life.get("round") != saved:
             break
         vain += 1
@@ -250,7 +251,7 @@ def state_of(run: Path, job: Job | None, facts: Facts | None) -> tuple[str, str]
 
 def state_at_rest(run: Path, job: Job | None, facts: Facts | None, slurm: str) -> tuple[str, str]:
     """The state of a run that is not finished and that nobody runs."""
-    lives = [life for life in records(run / LIVES, Life) if job is not None and is_of(life, job.id)]
+    lives = [life for life in records(run / LIVES, Restart) if job is not None and is_of(life, job.id)]
     given_up = str(lives[-1].get("why")) if lives and not lives[-1].get("again") else ""
     if cancelled(run) or slurm == "CANCELLED":
         return "cancelled", "" if cancelled(run) else "by scancel"
@@ -358,13 +359,5 @@ def in_words(seen: dict[str, Any]) -> str:
         rows.append((f"test {seen['metric']}", f"{seen['value']:.4f} (round {seen['scored']})"))
     saved = "none" if seen["checkpoint"] is None else f"round {seen['checkpoint']}"
     rows += [("checkpoint", saved), ("starts", str(seen["starts"]))]
-    width = max(len(name) for name, _ in rows)
-    lines = [seen["run"], *(f"  {name.ljust(width)}  {value}" for name, value in rows)]
+    lines = [seen["run"], *(f"  {line}" for line in align(rows))]
     return "\n".join(lines + [f"  {line}" for line in seen["error"]])
-
-
-def duration(minutes: float) -> str:
-    """A time in words."""
-    if minutes < 1:
-        return f"{60 * minutes:.0f} s"
-    return f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.1f} h"

@@ -306,7 +306,7 @@ def check_name(out: Path) -> None:
 def check_folder(out: Path, cfg: Config, busy: str) -> None:
     """Refuse a folder that holds something else, or a run that is done, queued, running, or begun with other settings,
     as far as they are known here. `busy`: its job in words, where that is `alive`."""
-    from ..runs.checkpoint import MANIFEST, Facts, compare, read_sealed
+    from ..runs.checkpoint import MANIFEST, Fingerprint, compare, read_sealed
     from ..runs.run import check_finished
 
     folder.check(out)
@@ -322,7 +322,7 @@ def check_folder(out: Path, cfg: Config, busy: str) -> None:
         about = read_sealed(out / folder.CHECKPOINTS / f"round-{saved}" / MANIFEST)
         known = {name: value for name, value in knobs(cfg).items() if value is not None and name != "device"}
         known = {name: value for name, value in known.items() if not dataclasses.is_dataclass(value)}
-        compare(out, about, Facts(known, {}), force=False)
+        compare(out, about, Fingerprint(known, {}), force=False)
 
 
 def submitit_or_error() -> None:

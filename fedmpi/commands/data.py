@@ -28,6 +28,7 @@ from ..runs import build
 from ..runs.config import Config, Skew
 from ..runs.log import set_up
 from ..runs.options import flag, positional, read_options
+from ..runs.text import align, amount
 
 USAGE = """usage: fedmpi data COMMAND [options]
 
@@ -130,7 +131,7 @@ def list_all(arguments: list[str]) -> int:
             states[source.name] = state_of(source, base, options.verify)
     print(f"data root: {base}{'' if base.is_dir() else ' (does not exist yet)'}\n")
     rows = [(name, row.about, states[sources[name].name].words) for name, row in DATASETS.items()]
-    print("\n".join(aligned([("name", "what it is", "state"), *rows])))
+    print("\n".join(align([("name", "what it is", "state"), *rows], rule=True)))
     notes = []
     for key, state in states.items():
         names = ", ".join(name for name, source in sources.items() if source.name == key)
@@ -146,7 +147,7 @@ def state_of(source: Source, base: Path, verify: bool) -> State:
     try:
         files = [path for path in prepared_files(source, base) if path.is_file()]
         here = source.generated or bool(source.find(base))
-        size = megabytes(files[0].stat().st_size) if files else ""
+        size = amount(files[0].stat().st_size) if files else ""
     except OSError as error:
         raise UserError(f"data root {base} cannot be read ({error}); make it readable, or give another") from error
     wanted = "" if here else source.wanted.format(root=base)
@@ -177,17 +178,6 @@ def written_digest(path: Path) -> str:
     with safetensors.safe_open(path, "pt") as file:
         about: dict[str, str] = file.metadata() or {}
     return about.get("sha256", "")
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table with a rule below its header."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
-
-
-def megabytes(size: int) -> str:
-    return f"{size / 1e6:,.{0 if size >= 1e7 else 1}f} MB"
 
 
 # Prepare
@@ -227,7 +217,7 @@ def prepared(name: str, folder: Path | None) -> str:
             [*lines, f"  read in {seconds:.1f} s and not kept: data root and cache are not writable"]
         )
     done = "prepared already, verified" if mark(path) in before else "prepared"
-    lines.append(f"  {done} in {seconds:.1f} s: {path}, {megabytes(path.stat().st_size)}")
+    lines.append(f"  {done} in {seconds:.1f} s: {path}, {amount(path.stat().st_size)}")
     return "\n".join([*lines, f"  SHA-256 of its content: {written_digest(path)}"])
 
 

@@ -45,6 +45,7 @@ from ..plugins.knobs import check_bounds, knob
 from ..plugins.torchvision import torchvision_build, torchvision_trouble
 from ..runs.log import set_up
 from ..runs.options import filled, make_parser
+from ..runs.text import amount
 from .data import state_of
 
 ABOUT = """What is here (torch, torchvision, devices, MPI, Slurm, submitit, data, disk, memory, threads), and whether
@@ -538,10 +539,6 @@ def last_line(text: str) -> str:
 
 def count(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
-
-
-def amount(size: float) -> str:
-    return f"{size / GB:.1f} GB" if size >= GB else f"{size / MB:.0f} MB"
 
 
 # Whether the ranks reach each other

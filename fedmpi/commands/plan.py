@@ -41,10 +41,10 @@ from ..rounds import Plan, State, begin, make_sums, move_model
 from ..runs.build import Prepared, load_data, make_task, plan_of, prepare
 from ..runs.config import Config
 from ..runs.log import set_up
-from ..runs.malloc import keep_freed
+from ..runs.malloc import keep_freed_memory
 from ..runs.options import parse
 from ..runs.run import header
-from ..runs.text import amount
+from ..runs.text import align, amount
 from ..server import ServerRule
 
 META = torch.device("meta")
@@ -495,7 +495,7 @@ def main(arguments: list[str]) -> int:
     cfg = prepared.cfg
     own = program()
     data, partition, meta = load_data(cfg)
-    keep_freed()
+    keep_freed_memory()
     torch.set_num_threads(cfg.threads or 1)
     prepared, task = make_task(prepared, data, partition, meta, 1, torch.device("cpu"))
     notes = []
@@ -568,7 +568,7 @@ def table(found: list[Forecast]) -> str:
                 *(amount(value) for value in (sent.total, sent.away, sent.most, one.rank_bytes, one.node_bytes)),
             )
         )
-    return columns(lines)
+    return "\n".join(align(lines, "lr"))
 
 
 def memory_table(found: list[Forecast]) -> str:
@@ -577,15 +577,4 @@ def memory_table(found: list[Forecast]) -> str:
     lines: list[tuple[str, ...]] = [("memory of a rank, of", *(str(one.ranks) for one in found))]
     for name in names:
         lines.append((name, *(amount(one.memory[name].rank) if name in one.memory else "-" for one in found)))
-    return columns(lines)
-
-
-def columns(lines: list[tuple[str, ...]]) -> str:
-    """Lines of cells, the first flush left."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    )
+    return "\n".join(align(lines, "lr"))

@@ -14,17 +14,16 @@ import numpy as np
 import numpy.typing as npt
 
 from fedmpi.errors import UserError
+from fedmpi.seeds import data_generator
 
 Ints = npt.NDArray[np.int64]
-
-STREAM = 0x4E7A  # keeps these draws apart from those of other parts under the same seed
 
 
 def hold_out(y: Ints, classes: int, size: int, seed: int, weights: Sequence[float] | None = None) -> Ints:
     """The indices of `size` samples, ascending: at random, or so many of each class as its weight says."""
     if size >= len(y):
         raise UserError(f"--meta.size is {size} but there are only {len(y)} samples; leave some for the clients")
-    rng = np.random.default_rng(np.random.SeedSequence([seed, STREAM]))
+    rng = data_generator(seed, "holdout")
     if weights is None:
         return np.sort(rng.choice(len(y), size, replace=False))
     check_weights(weights, classes)

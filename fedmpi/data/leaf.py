@@ -27,6 +27,7 @@ import torch
 from fedmpi.data.sets.vision import unpacked
 from fedmpi.data.store import Tensors
 from fedmpi.errors import UserError
+from fedmpi.seeds import raw_bits
 
 log = logging.getLogger("fedmpi")
 
@@ -169,7 +170,7 @@ def by_client(clients: Clients, where: Path) -> Tensors:
 
 def draw(names: list[str]) -> list[str]:
     """A tenth of the names, at least one, at random but the same ones each time."""
-    bits = np.random.PCG64(SEED).random_raw(len(names))  # raw bits: this stream stays the same in any numpy
+    bits = raw_bits(SEED).random_raw(len(names))
     return [names[i] for i in np.argsort(bits, kind="stable")[: max(1, len(names) // 10)]]
 
 

@@ -20,14 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedmpi.errors import UserError
+from fedmpi.seeds import data_generator
 
 if TYPE_CHECKING:
     from fedmpi.data.arrays import Arrays
     from fedmpi.data.splits import Partition
 
 Ints = npt.NDArray[np.int64]
-
-STREAM = 0x100C5  # keeps these draws apart from those of other parts under the same seed
 
 
 @dataclass(frozen=True)
@@ -54,10 +53,7 @@ def dress(arrays: Arrays, partition: Partition, seed: int) -> Arrays:
         return arrays
     client = np.full(len(arrays.y), partition.clients)
     client[partition.order] = np.repeat(np.arange(partition.clients), np.diff(partition.offsets))
-    runs, always, tests = (
-        np.random.default_rng(np.random.SeedSequence([number, STREAM, purpose]))
-        for purpose, number in enumerate((seed, 0, 0))
-    )
+    runs, always, tests = (data_generator(number, "looks", k) for k, number in enumerate((seed, 0, 0)))
     train = looks.train(arrays.y.numpy(), client, partition.clients, runs, always)
     test = looks.test(arrays.test_y.numpy(), tests)
     return replace(arrays, look=torch.from_numpy(train), test_look=torch.from_numpy(test))

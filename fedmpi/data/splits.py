@@ -34,11 +34,11 @@ import numpy as np
 import numpy.typing as npt
 
 from fedmpi.errors import UserError, unknown
+from fedmpi.seeds import data_generator
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-STREAM = 0x5F117  # keeps these draws apart from those of other parts under the same seed
 TOLD = 10_000  # up to so many clients a manifest has a histogram for each
 CELLS = 2**20  # of a histogram in memory at a time
 OWNERS = ("choose", "merge")
@@ -278,7 +278,7 @@ def split(
         y=labels if present.all() else (np.cumsum(present) - 1)[labels],
         classes=int(present.sum()),
         clients=clients,
-        rng=np.random.default_rng(np.random.SeedSequence([seed, STREAM])),
+        rng=data_generator(seed, "split"),
         classes_per_client=classes_per_client,
         alpha=alpha,
         beta=beta,

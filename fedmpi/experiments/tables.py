@@ -12,6 +12,8 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ..runs.text import align
+
 
 @dataclass(frozen=True)
 class Mark:
@@ -132,17 +134,7 @@ def to_text(table: Table) -> str:
 def lines(table: Table) -> list[str]:
     """The aligned columns alone: a head, a rule and the rows."""
     cells = [[one_line(show(cell)) for cell in row] for row in (table.columns, *table.rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(table.columns))]
-
-    def line(row: list[str]) -> str:
-        padded = [
-            cell.ljust(width) if side == "l" else cell.rjust(width)
-            for cell, width, side in zip(row, widths, table.sides, strict=True)
-        ]
-        return "  ".join(padded).rstrip()
-
-    head, *rest = [line(row) for row in cells]
-    return [head, "-" * len(head), *rest]
+    return align(cells, table.sides, rule=True)
 
 
 def to_markdown(table: Table) -> str:

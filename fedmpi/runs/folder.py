@@ -1,14 +1,14 @@
-"""A run folder: whose it is, what lies in it, and how files get there.
+"""A run folder: its files, who owns it, and how files are written.
 
     config.yaml environment.json partition.json      what runs
-    metrics.jsonl tensorboard/ wandb/ mlflow/        what it has come to so far
-    checkpoints/                                     where it goes on from (checkpoint.py)
+    metrics.jsonl tensorboard/ wandb/ mlflow/        the results so far
+    checkpoints/                                     what it resumes from (checkpoint/)
     model.safetensors finished.json attack.json      when it is done; the last where the model was attacked
-    starts.jsonl stopped.json lock                   its lives: one line each; how the last one stopped; who runs it now
-    job.json lives.jsonl cancelled slurm/            where it was submitted (jobs.py)
+    starts.jsonl stopped.json lock                   one line per start; how the last one stopped; who runs it now
+    job.json lives.jsonl cancelled slurm/            where it was submitted (cluster/status.py)
 
-The folder is private to the user. One run at a time has it: rank 0 holds a lock that the system itself takes back when
-the process is gone, however it went. Whatever must not be read in halves is written aside, synced and renamed.
+The folder is private to the user. One run at a time owns it: rank 0 holds a lock that the system itself releases when
+the process is gone, for whatever reason. What must never be read half written is written aside, synced and renamed.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ log = logging.getLogger("fedmpi")
 CONFIG, FINISHED, MODEL, METRICS = "config.yaml", "finished.json", "model.safetensors", "metrics.jsonl"
 STARTS, STOPPED, LOCK, CHECKPOINTS = "starts.jsonl", "stopped.json", "lock", "checkpoints"
 ATTACK = "attack.json"
-WAIT_SECONDS = 10.0  # for the last life of this run, which may be dying still
-LEASE_SECONDS = 300.0  # for the same after a restart: a file server learns late that a node is gone
-BEGINNINGS = (LOCK, ".writable", f".{CONFIG}")  # all that a run killed before its first word leaves
-LOCK_BYTES = 1 << 16  # what is read of one
+WAIT_SECONDS = 10.0  # for the process before, which may not be gone yet
+LEASE_SECONDS = 300.0  # the same after a restart: a file server learns late that a node is gone
+BEGINNINGS = (LOCK, ".writable", f".{CONFIG}")  # all that a run leaves if it is killed at once
+LOCK_BYTES = 1 << 16  # read at most so much of a lock
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
@@ -58,7 +58,7 @@ def check(out: Path) -> None:
 
 
 def check_writable(out: Path) -> None:
-    """Refuse a folder that is not there and cannot be made, before any work is done for what should lie in it."""
+    """Refuse a folder that does not exist and cannot be made, before any work is done for its content."""
     try:
         if out.exists():
             return
@@ -78,7 +78,7 @@ def make(out: Path) -> None:
     try:
         out.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not (out / CONFIG).exists():
-            out.chmod(0o700)  # it may have been made by hand
+            out.chmod(0o700)  # the user may have made it
         probe = out / ".writable"
         probe.touch()
         probe.unlink()
@@ -87,13 +87,13 @@ def make(out: Path) -> None:
 
 
 def start_over(out: Path) -> None:
-    """Remove what an earlier run has left, so that nothing of it is taken for the new one's."""
+    """Remove what an earlier run left, so that nothing of it is taken for the new one's."""
     for name in (FINISHED, "tensorboard", "wandb", "mlflow", CHECKPOINTS, METRICS, MODEL, ATTACK):
         remove(out / name)
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder, whichever stands there."""
+    """Remove a file or a folder, if there is one."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -101,23 +101,24 @@ def remove(path: Path) -> None:
 
 
 _held: set[int] = set()
-"""the descriptors of the locks that this process has"""
+"""the descriptors of the locks that this process holds"""
 
 
-def _let_go() -> None:
-    """In a forked child: a lock is had by all who have its descriptor, and a child may outlive a killed owner."""
+def _release_in_child() -> None:
+    """Close the locks in a forked child: whoever has the descriptor holds the lock, and a child may outlive a killed
+    owner."""
     for handle in _held:
         os.close(handle)
     _held.clear()
 
 
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_release_in_child)
 
 
 @contextmanager
 def held(out: Path, place: Place, environ: Mapping[str, str], timeout: float) -> Iterator[None]:
-    """Have the folder to oneself. Where somebody else has it: a `UserError` that names them; a `RunError` after a
-    restart, when it may be the life before. On a file system without locks, go on without."""
+    """Hold the lock of the folder. If another run holds it, raise a `UserError` that names it; after a restart a
+    `RunError`, as it may be the process before. A file system without locks is used without."""
     try:
         handle = own_handle(out / LOCK, os.O_RDWR, 0o600)
     except OSError as error:
@@ -132,8 +133,8 @@ def held(out: Path, place: Place, environ: Mapping[str, str], timeout: float) ->
             os.write(handle, (json.dumps(owner) + "\n").encode())
         yield
     except Taken:
-        sentence = f"--out {out} is in use by {owner_in_words(out)}; wait for it, stop it, or choose another folder"
-        raise RunError(sentence) if again else UserError(sentence) from None
+        message = f"--out {out} is in use by {owner_in_words(out)}; wait for it, stop it, or choose another folder"
+        raise RunError(message) if again else UserError(message) from None
     finally:
         if handle in _held:
             _held.remove(handle)
@@ -141,11 +142,11 @@ def held(out: Path, place: Place, environ: Mapping[str, str], timeout: float) ->
 
 
 class Taken(Exception):
-    """Somebody else has the lock."""
+    """Another process holds the lock."""
 
 
 def take(handle: int, out: Path, seconds: float) -> bool:
-    """Take the lock, waiting for a life that is on its way out; False where there are no locks."""
+    """Take the lock, waiting for a process that is about to end; return False if the file system has no locks."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -163,7 +164,7 @@ def take(handle: int, out: Path, seconds: float) -> bool:
 
 
 def holder(out: Path) -> Owner | None:
-    """Who runs in a folder now, as far as that can be told; None: nobody."""
+    """Return who runs in a folder now, as far as is known; None if nobody does."""
     try:
         with opened(out / LOCK) as file:
             try:
@@ -176,7 +177,7 @@ def holder(out: Path) -> Owner | None:
 
 
 def owner_in(path: Path, raw: bytes) -> Owner:
-    """What a lock says of its owner; nothing while it is being written."""
+    """Return what a lock says of its owner; nothing while it is being written."""
     try:
         return checked(path, parse(path, raw), Owner)
     except Damaged:
@@ -184,35 +185,40 @@ def owner_in(path: Path, raw: bytes) -> Owner:
 
 
 def owner_in_words(out: Path) -> str:
-    """Who has the lock, for an error."""
+    """Return who holds the lock, for an error message."""
     owner = holder(out) or {}
     job = f", Slurm job {owner['job']}" if owner.get("job") else ""
     return f"process {owner['pid']} on {owner['host']}{job}" if {"pid", "host"} <= owner.keys() else "another run"
 
 
-def write(path: Path, text: str, aside: str = "") -> None:
-    """Write a file aside, sync and rename it, so that nobody ever reads half of it. `aside` tells apart those who may
-    write it at the same time."""
-    beside = path.with_name(f".{path.name}{aside}")
-    with open(own_handle(beside, os.O_WRONLY | os.O_TRUNC), "w", encoding="utf-8") as file:
-        file.write(text)
+def write(path: Path, content: str | bytes, aside: str = "") -> None:
+    """Write a file aside, sync and rename it, so that nobody ever reads half of it. `aside` is a suffix that keeps
+    processes apart which may write it at the same time."""
+    temporary = aside_of(path, aside)
+    with open(own_handle(temporary, os.O_WRONLY | os.O_TRUNC), "wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
     try:
-        os.replace(beside, path)
+        os.replace(temporary, path)
     except IsADirectoryError:
         raise not_regular(path) from None
     sync(path.parent)
 
 
+def aside_of(path: Path, suffix: str = "") -> Path:
+    """Return the name of a file while it is written."""
+    return path.with_name(f".{path.name}{suffix}")
+
+
 def append(path: Path, line: str) -> None:
-    """Add a line to a file, which is made where it is not there."""
+    """Append a line to a file, which is made if there is none."""
     with open(own_handle(path, os.O_WRONLY | os.O_APPEND), "w", encoding="utf-8") as file:
         file.write(line + "\n")
 
 
 def own_handle(path: Path, flags: int, mode: int = 0o666) -> int:
-    """Open a file of the run's own for writing: a regular one, not by a link, which may lead out of the folder."""
+    """Open a file of the run folder for writing: a regular one, and no link, which may lead out of the folder."""
     try:
         handle = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
     except OSError as error:
@@ -226,12 +232,12 @@ def own_handle(path: Path, flags: int, mode: int = 0o666) -> int:
 
 
 def not_regular(path: Path) -> OSError:
-    """Return the error for something else in the place of a file."""
+    """Return the error for something other than a regular file."""
     return OSError(errno.EBADF, f"{path.name} is no regular file", str(path))
 
 
 def sync(path: Path) -> None:
-    """See that a file's content, or a folder's list of names, is on the disk."""
+    """Make sure that a file's content, or a folder's list of names, is on the disk."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         os.fsync(handle)
@@ -242,14 +248,15 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def lost(out: Path, why: str, kept: int) -> str:
-    """The sentence for a run folder that cannot be written any more, with the round whose checkpoint is kept."""
+def write_failed(out: Path, why: str, kept: int) -> str:
+    """Return the error message for a run folder that cannot be written any more; `kept` is the round of the newest
+    checkpoint."""
     safe = f"the checkpoint of round {kept} is kept" if kept else "there is no checkpoint yet"
     return f"{out} cannot be written ({why}); {safe}: put that right and start the same command again"
 
 
 def attempt(work: Callable[[], object]) -> str:
-    """Do something that writes into the folder; returns why that could not be done, empty where it was."""
+    """Do something that writes into the folder; return why it failed, '' if it did not."""
     try:
         work()
     except (OSError, SafetensorError, FileError) as error:
@@ -258,7 +265,7 @@ def attempt(work: Callable[[], object]) -> str:
 
 
 def add_start(out: Path, place: Place, comm: str, round: int, environ: Mapping[str, str]) -> None:
-    """Note a start in the folder; how the last life stopped is history now."""
+    """Record a start in the folder; the record of the last stop is removed."""
     record = {
         "time": time.time(),
         "round": round,
@@ -275,13 +282,13 @@ def add_start(out: Path, place: Place, comm: str, round: int, environ: Mapping[s
 
 
 def add_stop(out: Path, round: int, why: str, environ: Mapping[str, str]) -> None:
-    """Note that the run stopped in good order, and by whose launch."""
+    """Record that the run stopped in good order, and in whose launch."""
     record = {"round": round, "why": why, "time": time.time(), "launch": launches(environ)}
     write(out / STOPPED, json.dumps(record) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A small record that may be written anew at any time; empty where there is none that can be read."""
+    """Return a small record that may be rewritten at any time; {} if there is none that can be read."""
     try:
         found = parse(path, load(path))
     except (OSError, Damaged):
@@ -290,7 +297,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def launches(environ: Mapping[str, str]) -> list[str]:
-    """Names for what has launched this process, which are the same when that starts it again."""
+    """Return names for what launched this process; they are the same after a restart."""
     names = []
     if "TORCHELASTIC_RUN_ID" in environ:
         names.append(f"torchrun {environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {os.getppid()}")
@@ -302,7 +309,7 @@ def launches(environ: Mapping[str, str]) -> list[str]:
 
 
 def begun_before(out: Path, environ: Mapping[str, str]) -> bool:
-    """Whether this launch has begun the run already, and is starting it again."""
+    """Return whether this launch has begun the run already and is restarting it."""
     if not restarts(environ):
         return False
     here = set(launches(environ))
@@ -310,14 +317,14 @@ def begun_before(out: Path, environ: Mapping[str, str]) -> bool:
 
 
 def stopped_before(out: Path, environ: Mapping[str, str]) -> Stopped | None:
-    """How this very launch has stopped already, where torchrun takes that for a failure and starts its ranks again."""
+    """Return how this very launch has stopped already, if torchrun takes that for a failure and restarts the ranks."""
     record = read(out / STOPPED, Stopped)
-    here = [name for name in launches(environ) if name.startswith("torchrun")]  # a requeued Slurm job is to go on
+    here = [name for name in launches(environ) if name.startswith("torchrun")]  # a requeued Slurm job resumes
     again = environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     return record if record and again and set(here) & set(record.get("launch", [])) else None
 
 
 def restarts(environ: Mapping[str, str]) -> int:
-    """How often the launcher has started this job again."""
+    """Return how often the launcher has restarted this job."""
     names = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT", "FEDMPI_RESTART_COUNT")
     return sum(int(environ[name]) for name in names if environ.get(name, "").isdecimal())

@@ -1,7 +1,7 @@
-"""Memory that a step frees is kept for the next one.
+"""Keep the memory that a step frees for the next step.
 
-The C library hands large blocks back to the system as soon as they are free, and every step has to ask for them again:
-the system then clears them page by page. For ResNet-18 that is 14,000 pages and a fifth of the time of a step.
+The C library returns large blocks to the system as soon as they are free, and every step has to ask for them again: the
+system then clears them page by page. For ResNet-18 that is 14,000 pages and a fifth of the time of a step.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import os
 from collections.abc import Mapping
 
 TRIM, MMAP = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of glibc's malloc.h
-KEPT = 2**31 - 1  # bytes that may lie free
+KEPT = 2**31 - 1  # bytes that may stay free
 LARGEST = 2**25  # bytes of a block that is kept; larger ones are for a test set, and rare
 CHOSEN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
-def keep_freed(environ: Mapping[str, str] = os.environ) -> bool:
-    """Ask the C library to keep what is freed; whether it will. Left alone where the user has chosen, and where it is
-    not glibc."""
+def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
+    """Ask the C library to keep freed memory; return whether it will. It is not asked if the user has chosen, or if it
+    is not glibc."""
     if any(name in environ for name in CHOSEN):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

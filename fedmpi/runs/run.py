@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import json
 import logging
-import math
 import os
 import signal
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors.torch
 import torch
 import yaml
-from safetensors.torch import save_file
 from torch import Tensor
 
 from .. import __version__
@@ -45,14 +44,14 @@ from ..rounds import Report, State, begin, rounds
 from ..server import VARIED
 from . import folder
 from .build import OWN, Prepared, check_memory_folder, load_data, make_memory, make_task, plan_of
-from .checkpoint import Facts, Found, Progress, Saver, find, restore
+from .checkpoint import Fingerprint, FoundCheckpoint, Progress, Saver, find, restore
 from .config import Config, Step
 from .folder import CONFIG, FINISHED, MODEL, write
 from .log import Log, folded, record, report_of
-from .malloc import keep_freed
+from .malloc import keep_freed_memory
 from .measures import Asked, ask, attack, check_folder, scored
 from .measures.agreement import Layers
-from .metrics import Record, history, with_last
+from .metrics import Record, finite, history, with_last
 from .schema import Finished, read
 from .stop import Stop, Stopped, in_words
 from .trial import try_rule
@@ -93,7 +92,7 @@ def run(
             check_finished(out, cfg, environ)
     with agreed(comm):
         data, partition, meta = load_data(cfg, prepared.given.data)
-    keep_freed(environ)
+    keep_freed_memory(environ)
     with agreed(comm):
         prepared, task = make_task(prepared, data, partition, meta, comm.size, device)
         check_memory_folder(prepared)
@@ -103,8 +102,8 @@ def run(
     if rule not in RULES:
         with agreed(comm):  # once every rank has its model: ranks that are threads share torch's generator
             try_rule(rule, prepared.algorithm.local, task, prepared.work)
-    facts = facts_of(prepared, task, data, meta, device)
-    compare_ranks(facts, comm)
+    fingerprint = fingerprint_of(prepared, task, data, meta, device)
+    compare_ranks(fingerprint, comm)
     taken = ""
     with ExitStack() as stack:
         with agreed(comm):
@@ -118,11 +117,11 @@ def run(
                     check_finished(out, cfg, environ)  # once more: it may have finished while this one waited
         if taken := common_trouble(comm, taken):
             raise CommonError(taken)
-        found = find_start(out, cfg, facts, environ, comm)
+        found = find_start(out, cfg, fingerprint, environ, comm)
         with agreed(comm):
             records = read_history(out, found)
         threads = torch.get_num_threads()  # in the configuration too: a run is repeated by its config.yaml
-        facts = replace(facts, config={**facts.config, "threads": threads})
+        fingerprint = replace(fingerprint, config={**fingerprint.config, "threads": threads})
         settled = replace(cfg, threads=threads)
         with agreed(comm):
             if comm.rank == 0 and out is not None:
@@ -136,7 +135,7 @@ def run(
                     folder.add_start(out, place, comm.name, done, environ)
 
                 if trouble := folder.attempt(begin_folder):
-                    raise FileError(folder.lost(out, trouble, done))
+                    raise FileError(folder.write_failed(out, trouble, done))
         note = f"\ndata: {data.note}" if data.note else ""
         note += f"\ngoing on after round {found.round} of the run in {out}" if found else ""
         with agreed(comm):
@@ -155,7 +154,7 @@ def run(
                 hidden=("kept",) if cfg.mask == "mean" and prepared.given.row is not OWN else (),  # all of it, always
             )
         stop = Stop(signals, cfg.max_minutes, began, speaks=comm.rank == 0)
-        with log, stop, Saver(out, cfg.checkpoint, facts, comm, found) as saver:
+        with log, stop, Saver(out, cfg.checkpoint, fingerprint, comm, found) as saver:
             log.say(folded(header(prepared, task, comm) + note))
             outcome = train(prepared, task, comm, saver, stop, log, environ, found, asked, records)
         if out is not None and "membership" in prepared.measures:
@@ -172,7 +171,7 @@ def train(
     stop: Stop,
     log: Log,
     environ: Mapping[str, str],
-    found: Found | None,
+    found: FoundCheckpoint | None,
     asked: Asked,
     records: Sequence[Record],
 ) -> Outcome:
@@ -229,7 +228,9 @@ def check_finished(out: Path, cfg: Config, environ: Mapping[str, str]) -> None:
         raise UserError(f"--out {out} holds a finished run of {done} rounds; give more --rounds to go on from it")
 
 
-def find_start(out: Path | None, cfg: Config, facts: Facts, environ: Mapping[str, str], comm: Comm) -> Found | None:
+def find_start(
+    out: Path | None, cfg: Config, fingerprint: Fingerprint, environ: Mapping[str, str], comm: Comm
+) -> FoundCheckpoint | None:
     """The checkpoint to go on from, with its number of threads, unless one was given; None: begin. Collective."""
     if out is None:
         return None
@@ -246,7 +247,7 @@ def find_start(out: Path | None, cfg: Config, facts: Facts, environ: Mapping[str
         raise Stopped(stopped, "already, in this launch")
     if over:
         return None
-    found = find(out, facts, comm, cfg.resume == "force")
+    found = find(out, fingerprint, comm, cfg.resume == "force")
     if found is None:
         if finished:
             raise UserError(f"--out {out} holds a finished run without a sound checkpoint to go on from")
@@ -262,7 +263,7 @@ def find_start(out: Path | None, cfg: Config, facts: Facts, environ: Mapping[str
     return found
 
 
-def read_history(out: Path | None, found: Found | None) -> list[Record]:
+def read_history(out: Path | None, found: FoundCheckpoint | None) -> list[Record]:
     """The rounds before this life, as far as metrics.jsonl has them; the last one is in the checkpoint, too."""
     if out is None or found is None:
         return []
@@ -296,7 +297,7 @@ def plain_knobs(cfg: Config) -> dict[str, Any]:
     return {name: value for name, value in knobs(cfg).items() if not dataclasses.is_dataclass(value)}
 
 
-def facts_of(prepared: Prepared, task: Task, data: Data, meta: Ints, device: torch.device) -> Facts:
+def fingerprint_of(prepared: Prepared, task: Task, data: Data, meta: Ints, device: torch.device) -> Fingerprint:
     """What must be the same on every rank, and in every life of a run."""
     cfg, rule, moments = prepared.cfg, prepared.algorithm.local, sorted(prepared.algorithm.server.moments)
     config = plain_knobs(cfg) | {"device": device.type}
@@ -312,12 +313,12 @@ def facts_of(prepared: Prepared, task: Task, data: Data, meta: Ints, device: tor
         "algorithm": sha256(repr((rule.sends, rule.keeps, rule.normalised, moments)).encode()),
         "data set or split of it": sha256(*pieces),
     }
-    return Facts(config, prints)
+    return Fingerprint(config, prints)
 
 
-def compare_ranks(facts: Facts, comm: Comm) -> None:
+def compare_ranks(fingerprint: Fingerprint, comm: Comm) -> None:
     """Refuse ranks whose model, rules, data or split differ. Collective."""
-    for what, sha in facts.prints.items():
+    for what, sha in fingerprint.prints.items():
         same_everywhere(what, comm, sha.encode())
 
 
@@ -370,18 +371,15 @@ def describe_run(
 
 def finish(out: Path, task: Task, state: State, progress: Progress) -> None:
     """Write the model under its own names, then the file that says the run is done."""
-    aside = out / f".{MODEL}"
-    folder.remove(aside)
-    save_file(trained_tensors(task, state), aside, metadata={"format": "pt"})
-    folder.sync(aside)
-    os.replace(aside, out / MODEL)
+    model = safetensors.torch.save(trained_tensors(task, state), metadata={"format": "pt"})
+    write(out / MODEL, model)
     last, metric = progress.last or {}, task.goal.metric
     done = {
         "rounds": state.round,
         f"test_{metric}": last.get(f"test_{metric}"),
         "test_loss": last.get("test_loss"),
         f"best_test_{metric}": progress.best,
-        "model_sha256": hashlib.sha256((out / MODEL).read_bytes()).hexdigest(),
+        "model_sha256": hashlib.sha256(model).hexdigest(),
         "fedmpi": __version__,
     }
     write(out / FINISHED, json.dumps(done, indent=2) + "\n")
@@ -394,10 +392,6 @@ def trained_tensors(task: Task, state: State) -> dict[str, Tensor]:
         name: t.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, t in task.model.state_dict().items()
     }
-
-
-def finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
 
 
 def scheduled(schedule: str) -> str:

@@ -1,8 +1,8 @@
 """Read the records of a run folder: regular files only, bounded in size and nesting, checked against a schema.
 
-A schema is a TypedDict. Keys that some version does not write are in a part that is not `total`; keys that no schema
-has are kept unread, so that versions read each other's folders. A file that is not what a run writes is `Damaged`, one
-that the disk does not hand over a `FileError`: both are faults (exit code 1), and both name the file and a way out.
+A schema is a TypedDict. Keys that some version does not write are in a base class that is not `total`; unknown keys are
+ignored, so that versions read each other's folders. A file that is not what a run writes is `Damaged`, one that cannot
+be read a `FileError`: both are faults (exit code 1), and both name the file and what to do.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from ..errors import FileError, reason
 MOST_BYTES = 1 << 24  # of a record
 MOST_LINES_BYTES = 1 << 28  # of a file of lines: a hundred thousand rounds with some kB each
 LONGEST = 1 << 22  # of a line
-DEEPEST = 16  # brackets in brackets; a run writes 4
+DEEPEST = 16  # levels of nesting; a run writes 4
 NESTING = re.compile(rb'"(?:[^"\\]|\\.)*"?|[\[\]{}]', re.DOTALL)
 LOADER: type[yaml.SafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-GROUPS = 3  # of a configuration: a knob's list in a group
-CURE = "restore it from a copy, or move it away"
+GROUPS = 3  # levels of a configuration: a list as the value of a knob in a group
+WAY_OUT = "restore it from a copy, or move it away"
 
 T = TypeVar("T")
 
@@ -48,10 +48,10 @@ T = TypeVar("T")
 class Damaged(FileError):
     """A file of a run folder that is not what a run writes there."""
 
-    def __init__(self, path: Path, what: str, cure: str = CURE) -> None:
-        super().__init__(f"{path} {what}; {cure}")
+    def __init__(self, path: Path, what: str, way_out: str = WAY_OUT) -> None:
+        super().__init__(f"{path} {what}; {way_out}")
         self.what = f"{path.name} {what}"
-        """the same without folder and way out"""
+        """the message without the folder and the way out"""
 
 
 # ------------------------------------------------------------------------------------------------------- The records
@@ -59,11 +59,11 @@ class Damaged(FileError):
 Count = Annotated[int, range(2**53)]
 Numbers = dict[str, float | None]
 Plain = Annotated[str, re.compile(r"[\w-][\w.-]*", re.ASCII)]  # a file's name, never a path
-JobId = Annotated[str, re.compile(r"\d+([_+]\d+)?", re.ASCII)]  # it goes to kill and scancel
+JobId = Annotated[str, re.compile(r"\d+([_+]\d+)?", re.ASCII)]  # passed to kill and scancel
 
 
 class Knobs(TypedDict):
-    """What is read of a checkpoint's configuration whatever the run is."""
+    """What every run reads of a checkpoint's configuration."""
 
     threads: Annotated[int, range(1, 2**16)]
 
@@ -148,8 +148,8 @@ class Start(TypedDict, total=False):
     launch: list[str]
 
 
-class Life(TypedDict, total=False):
-    """A line of lives.jsonl."""
+class Restart(TypedDict, total=False):
+    """A line of lives.jsonl: how a start of a job ended, and whether the job is restarted."""
 
     time: float
     job: JobId | None
@@ -187,7 +187,7 @@ class Goal(TypedDict, total=False):
 
 
 class Dealt(TypedDict, total=False):
-    """partition.json; its histogram is checked where it is drawn."""
+    """partition.json; its histogram is checked by the code that draws it."""
 
     objective: Goal
     clients: Count
@@ -203,7 +203,7 @@ class Environment(TypedDict, total=False):
 
 
 class Verdict(TypedDict, total=False):
-    """How well an attacker did."""
+    """The results of an attacker."""
 
     accuracy: float | None
     auc: float | None
@@ -240,7 +240,7 @@ def fault(value: Any, kind: Any, where: str) -> str:
         return "" if "" in each else each[0]
     if origin is Annotated:
         base, rule = parts
-        if found := fault(value, base, where):  # first: to look for a fraction in a range takes for ever
+        if found := fault(value, base, where):  # first: `in` takes for ever for a fraction and a long range
             return found
         fits = value in rule if isinstance(rule, range) else rule.fullmatch(value)
         return "" if fits else f"has {short(value)} for {where}"
@@ -280,7 +280,7 @@ def short(value: Any) -> str:
 
 
 def opened(path: Path) -> BinaryIO:
-    """Open a regular file, also by a link to one; anything else is `Damaged`, without waiting for its other end."""
+    """Open a regular file, or a link to one; anything else is `Damaged`. A pipe is not waited for."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -294,14 +294,14 @@ def opened(path: Path) -> BinaryIO:
 
 
 def load(path: Path, most: int = MOST_BYTES) -> bytes:
-    """Return what a small file holds; an OSError where that cannot be told at the moment."""
+    """Return the content of a small file. An OSError says that it cannot be read right now."""
     with opened(path) as file:
         check_size(path, file, most)
         return file.read(most)
 
 
 def check_size(path: Path, file: BinaryIO, most: int) -> int:
-    """Return the size of a file; `Damaged` for one that is larger than any that a run writes."""
+    """Return the size of a file; one that is larger than any that a run writes is `Damaged`."""
     size = os.fstat(file.fileno()).st_size
     if size > most:
         raise Damaged(path, f"has {size:,} bytes, and a run writes at most {most:,}")
@@ -309,17 +309,17 @@ def check_size(path: Path, file: BinaryIO, most: int) -> int:
 
 
 def parse(path: Path, raw: bytes) -> Any:
-    """Return the JSON in a file's bytes; `Damaged` where there is none, or brackets in brackets without end."""
+    """Return the JSON in a file's bytes; `Damaged` if it is none, or nested too deeply."""
     try:
         if too_deep(raw):
-            raise Damaged(path, f"has more than {DEEPEST} brackets in each other")
+            raise Damaged(path, f"is nested more than {DEEPEST} levels deep")
         return json.loads(raw)
     except (ValueError, RecursionError):
         raise Damaged(path, "is no JSON") from None
 
 
 def too_deep(raw: bytes) -> bool:
-    """Return whether JSON has more than `DEEPEST` brackets in each other."""
+    """Return whether JSON is nested more than `DEEPEST` levels deep."""
     if raw.count(b"{") + raw.count(b"[") <= DEEPEST:
         return False
     depth = 0
@@ -331,7 +331,7 @@ def too_deep(raw: bytes) -> bool:
 
 
 def checked(path: Path, value: Any, kind: type[T]) -> T:
-    """Return a value that has the shape of its schema; else `Damaged`."""
+    """Return a value that fits its schema; else raise `Damaged`."""
     if trouble := fault(value, kind, WHOLE):
         raise Damaged(path, trouble)
     found: T = value
@@ -339,8 +339,8 @@ def checked(path: Path, value: Any, kind: type[T]) -> T:
 
 
 def read(path: Path, kind: type[T], most: int = MOST_BYTES) -> T | None:
-    """Return the record in a file, None where there is no file; `Damaged` for one that is not what a run writes, and a
-    `FileError` where the disk fails."""
+    """Return the record in a file, None if there is no file. Raise `Damaged` for one that is not what a run writes, a
+    `FileError` if the disk fails."""
     with faults(path):
         try:
             raw = load(path, most)
@@ -350,16 +350,15 @@ def read(path: Path, kind: type[T], most: int = MOST_BYTES) -> T | None:
 
 
 def read_yaml(path: Path) -> Any:
-    """Return what the configuration in a run folder says; `Damaged` for one that cannot be read. By libyaml where it is
-    there, as a report may read a thousand; it would overrun the stack on brackets in brackets, so these are refused
-    before."""
+    """Return the configuration in a run folder; `Damaged` if it is no YAML. Use libyaml if it is installed, as a report
+    may read a thousand; deep nesting would overrun its stack, so that is refused first."""
     with faults(path):
         try:
             text, depth = load(path).decode(), 0
             for event in yaml.parse(text, Loader=LOADER):
                 depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
                 if depth > GROUPS:
-                    raise Damaged(path, f"has more than {GROUPS} groups in each other")
+                    raise Damaged(path, f"is nested more than {GROUPS} levels deep")
             return yaml.load(text, Loader=LOADER)
         except (ValueError, yaml.YAMLError) as error:
             raise Damaged(path, f"is no YAML ({' '.join(str(error).split())})") from None
@@ -382,7 +381,7 @@ class faults:
 
 
 def lines(path: Path, tail: int | None = None) -> Iterator[bytes]:
-    """Return the lines of a file one by one, or those of its last `tail` bytes; none where there is no file."""
+    """Yield the lines of a file, or those of its last `tail` bytes; none if there is no file."""
     with faults(path):
         try:
             file = opened(path)
@@ -402,7 +401,7 @@ def lines(path: Path, tail: int | None = None) -> Iterator[bytes]:
 
 
 def records(path: Path, kind: type[T]) -> list[T]:
-    """Return the sound lines of a file to which lines are added; one that was cut short by a kill is left out."""
+    """Return the sound records of a file of lines; a line that was cut short by a kill is left out."""
     found = []
     for line in lines(path):
         try:

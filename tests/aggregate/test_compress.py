@@ -27,10 +27,10 @@ from fedmpi.comm.threads import run_threads
 from fedmpi.errors import UserError
 from fedmpi.rounds import Plan, Report, State, begin, rounds
 from fedmpi.runs.build import build, prepare, resolve
-from fedmpi.runs.checkpoint import Facts, Progress, Saver, find, restore
+from fedmpi.runs.checkpoint import Fingerprint, Progress, Saver, find, restore
 from fedmpi.runs.config import Checkpoint, Config
 
-FACTS = Facts({"seed": 1, "threads": 1}, {"data": "d"})
+FINGERPRINT = Fingerprint({"seed": 1, "threads": 1}, {"data": "d"})
 ODD = 1.0 + 2.0**-9 + 2.0**-12  # bf16 has 1 and 1 + 2**-7 beside it
 
 
@@ -219,7 +219,7 @@ def halfway(out: Path, size: int, algo: Algorithm, how: Plan) -> list[State]:
 
     def work(comm: Comm) -> State:
         state = start = begin(ours[comm.rank], algo, comm, wire=how.wire)
-        with Saver(out, Checkpoint(1, 0, 2), FACTS, comm, None) as saver:
+        with Saver(out, Checkpoint(1, 0, 2), FINGERPRINT, comm, None) as saver:
             for state, _ in rounds(start, replace(how, rounds=2), algo, ours[comm.rank], comm):
                 saver.round_done(state, Progress(), [0], last=state.round == 2)
         return state
@@ -228,7 +228,7 @@ def halfway(out: Path, size: int, algo: Algorithm, how: Plan) -> list[State]:
 
 
 def resumed(comm: Comm, out: Path, algo: Algorithm, task, wire: str = "bf16") -> State:
-    found = find(out, FACTS, comm, force=False)
+    found = find(out, FINGERPRINT, comm, force=False)
     assert found is not None and found.round == 2
     return restore(found, begin(task, algo, comm, wire=wire), task.layout.length, comm)
 

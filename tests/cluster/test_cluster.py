@@ -26,7 +26,7 @@ from fedmpi.runs.build import prepare
 from fedmpi.runs.checkpoint import sealed
 from fedmpi.runs.options import parse
 from fedmpi.runs.rank import Rank
-from fedmpi.runs.schema import Life, records
+from fedmpi.runs.schema import Restart, records
 
 
 @pytest.fixture(autouse=True)
@@ -132,8 +132,8 @@ def test_requeue_notes_each_life_in_the_folder_of_a_run_only(
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     save(run, 3)
     assert main(["requeue", "2", "--run", str(run)]) == 2
-    [life] = records(run / "lives.jsonl", Life)
-    assert {name: life[name] for name in ("job", "restart", "code", "round", "again")} == {
+    [restart] = records(run / "lives.jsonl", Restart)
+    assert {name: restart[name] for name in ("job", "restart", "code", "round", "again")} == {
         "job": "7",
         "restart": 0,
         "code": 2,

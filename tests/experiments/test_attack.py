@@ -43,7 +43,6 @@ from fedmpi.experiments.attack.attackers import (
     contest,
     fit_logistic,
     found_at,
-    generator,
     half,
     judge,
     logistic,
@@ -55,6 +54,7 @@ from fedmpi.experiments.runs import read_run
 from fedmpi.experiments.stats import wilson
 from fedmpi.runs.build import NOTHING, Given
 from fedmpi.runs.config import Config, Eval, Local, Meta
+from fedmpi.seeds import attack_generator
 
 CPU = torch.device("cpu")
 SMALL = How(repeats=2)
@@ -320,9 +320,9 @@ def test_answers_that_are_all_the_same_tell_nothing() -> None:
 
 @given(st.integers(2, 60), st.integers(0, 100))
 def test_a_half_is_half_of_the_members_and_half_of_the_others(count: int, seed: int) -> None:
-    known = half(count, generator(seed, 1))
+    known = half(count, attack_generator(seed, 1))
     assert known[:count].sum() == known[count:].sum() == count // 2
-    assert (known == half(count, generator(seed, 1))).all()
+    assert (known == half(count, attack_generator(seed, 1))).all()
 
 
 def test_a_summary_by_hand() -> None:

@@ -273,19 +273,19 @@ def test_links_are_not_followed(few: Path, tmp_path: Path) -> None:
 
 
 def test_a_report_that_was_cut_short_is_written_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out, put = tmp_path / "report", binder.put
+    out, write = tmp_path / "report", binder.write
     binder.bind(out, {"index.html": b"old", "figures/gone.png": b"old"})
 
     def dies(path: Path, content: bytes) -> None:
         if path.name == "index.html":
-            binder.aside(path).write_bytes(content[:1])
+            binder.aside_of(path).write_bytes(content[:1])
             raise KeyboardInterrupt
-        put(path, content)
+        write(path, content)
 
-    monkeypatch.setattr(binder, "put", dies)
+    monkeypatch.setattr(binder, "write", dies)
     with pytest.raises(KeyboardInterrupt):
         binder.bind(out, {"index.html": b"new", "tables/new.csv": b"new"})
-    monkeypatch.setattr(binder, "put", put)
+    monkeypatch.setattr(binder, "write", write)
     assert (out / "index.html").read_bytes() == b"old"
     binder.check_place(out)
     binder.bind(out, {"index.html": b"newest"})

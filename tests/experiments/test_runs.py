@@ -33,8 +33,7 @@ from fedmpi.experiments.measures import (
     train_loss,
 )
 from fedmpi.experiments.runs import IDLE, Run, differences, find_runs, group, read_run, read_sweep_record
-from fedmpi.runs.checkpoint import FREE
-from fedmpi.runs.config import Config, Eval
+from fedmpi.runs.config import FREE, Config, Eval
 from fedmpi.server import VARIANTS
 
 OLD = Path(__file__).parents[1] / "old_runs"
@@ -214,7 +213,7 @@ def test_a_run_before_its_first_round_has_no_measure(tmp_path: Path) -> None:
         ("config.yaml", yaml.safe_dump(BASE | {"skew": {"alpha": None}}), "has no 'skew.alpha', or not as a run"),
         ("config.yaml", yaml.safe_dump(BASE | {"split": ["a", "b"]}), "has no 'split', or not as a run writes it"),
         ("config.yaml", yaml.safe_dump(BASE | {"server": {"variant": ["x"]}}), "has no 'server.variant', or not as"),
-        ("config.yaml", "[" * 100_000, "more than 3 groups in each other"),
+        ("config.yaml", "[" * 100_000, "nested more than 3 levels deep"),
         ("config.yaml", "a: !!python/object/apply:os.getcwd []\n", "could not determine a constructor"),
         ("config.yaml", "a: &a [0, 0]\nb: &b [*a, *a]\n" + yaml.safe_dump(BASE), "'b' .* is no value of a knob"),
         ("metrics.jsonl", "nonsense\n", "line 1 is no round"),

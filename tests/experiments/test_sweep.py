@@ -28,7 +28,7 @@ from fedmpi.errors import UserError
 from fedmpi.experiments.sweep.command import check, parse
 from fedmpi.experiments.sweep.crew import share_of_devices
 from fedmpi.experiments.sweep.orders import Todo, describe
-from fedmpi.experiments.sweep.overview import Row, Screen, line, minutes_left, summary, table
+from fedmpi.experiments.sweep.overview import Row, Screen, lines_of, minutes_left, summary, table
 from fedmpi.experiments.sweep.there import with_cores
 from fedmpi.runs import folder
 
@@ -401,7 +401,7 @@ def test_an_overview_in_words() -> None:
     assert minutes_left(rows, 4) == 3  # the longest of them
     assert minutes_left(rows[2:], 1) is None
     assert summary(rows, 1) == "3 runs: 1 finished, 1 running, 1 waiting; about 4 min left"
-    assert line(rows[1], 3) == "b    running   [##########..........] 5/10  accuracy 0.2500  1 min left"
+    assert lines_of(rows)[1] == "b  running   [##########..........] 5/10  accuracy 0.2500  1 min left"
     labelled = Row("c", "waiting", label="fedavg + gma", threads=2)
     assert table([rows[0], labelled], 1).splitlines()[1].startswith("c  fedavg + gma  waiting ")
     assert summary([labelled], 1) == "1 runs: 1 waiting; 2 threads per rank"

@@ -30,7 +30,7 @@ from fedmpi.runs.aliases import (
     squeezed,
 )
 from fedmpi.runs.build import prepare
-from fedmpi.runs.checkpoint import Facts, compare
+from fedmpi.runs.checkpoint import Fingerprint, compare
 from fedmpi.runs.config import Config, Local, Server, Skew
 from fedmpi.runs.options import from_values, parse
 
@@ -206,7 +206,7 @@ def test_a_configuration_of_an_earlier_version_is_read(tmp_path: Path) -> None:
 
 def test_a_run_of_an_earlier_version_resumes() -> None:
     there = {"tau": 0.4, "threads": 1, "log": "wandb"}
-    here = Facts({"tau": 0.4, "threads": 1, "log_to": "none"}, {})
+    here = Fingerprint({"tau": 0.4, "threads": 1, "log_to": "none"}, {})
     assert compare(Path("run"), {"config": there, "prints": {}}, here, force=False) == ""
 
 

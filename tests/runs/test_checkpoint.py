@@ -38,15 +38,16 @@ from fedmpi.comm.threads import run_threads
 from fedmpi.errors import CommonError, RunError, UserError
 from fedmpi.local.memory import Memory
 from fedmpi.rounds import State, begin, rounds
-from fedmpi.runs import checkpoint, folder
+from fedmpi.runs import folder
 from fedmpi.runs.build import build, prepare, resolve
-from fedmpi.runs.checkpoint import Facts, Progress, Saver, find, restore, sealed
+from fedmpi.runs.checkpoint import File, Fingerprint, Progress, Saver, find, restore, rounds_in, save, sealed
+from fedmpi.runs.checkpoint.format import FORMAT
 from fedmpi.runs.config import Checkpoint, Config, Eval, Local, Meta
 from fedmpi.runs.log import Log
 from fedmpi.runs.run import Outcome, run
 from fedmpi.runs.stop import Stopped
 
-FACTS = Facts({"threads": 1}, {})
+FINGERPRINT = Fingerprint({"threads": 1}, {})
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # where syncing costs nothing
 EACH = Checkpoint(every=1)
 
@@ -98,7 +99,7 @@ def test_a_state_saved_on_some_ranks_goes_on_on_others_to_the_last_bit(name: str
 
         def first(comm: Comm, ours=ours, out=tmp_path / str(size)) -> State:
             state = start = begin(ours[comm.rank], algo, comm)
-            with Saver(out, each(2), FACTS, comm, None) as saver:
+            with Saver(out, each(2), FINGERPRINT, comm, None) as saver:
                 for state, _ in rounds(start, replace(how, rounds=2), algo, ours[comm.rank], comm):
                     saver.round_done(state, Progress(0.5, {"round": state.round}), [0], last=state.round == 2)
             return state
@@ -110,7 +111,7 @@ def test_a_state_saved_on_some_ranks_goes_on_on_others_to_the_last_bit(name: str
             ours = tasks(after, norm_model, meta)
 
             def second(comm: Comm, ours=ours, wrote=before) -> tuple[State, State]:
-                found = find(tmp_path / str(wrote), FACTS, comm, force=False)
+                found = find(tmp_path / str(wrote), FINGERPRINT, comm, force=False)
                 assert found is not None and (found.round, found.ranks) == (2, wrote)
                 assert found.progress == Progress(0.5, {"round": 2})
                 start = begin(ours[comm.rank], algo, comm)
@@ -184,7 +185,7 @@ def test_any_state_is_read_back_on_any_number_of_ranks(case: dict[str, Any]) -> 
 
         def write(comm: Comm) -> None:
             memory = spread(case, comm, 1).memory
-            with Saver(out, each(), FACTS, comm, None) as saver:
+            with Saver(out, each(), FINGERPRINT, comm, None) as saver:
                 for round in range(1, last + 1):
                     state = replace(spread(case, comm, round), memory=memory)
                     for cid in case["clients"]:
@@ -194,7 +195,7 @@ def test_any_state_is_read_back_on_any_number_of_ranks(case: dict[str, Any]) -> 
                     saver.round_done(state, Progress(), [0], last=round == last)
 
         def read(comm: Comm) -> State:
-            found = find(out, FACTS, comm, force=False)
+            found = find(out, FINGERPRINT, comm, force=False)
             assert found is not None
             return restore(found, spread(case, comm, 0), case["length"], comm)
 
@@ -240,7 +241,7 @@ def of_memories(length: int = 64) -> State:
 
 def test_only_memories_that_have_changed_are_written(tmp_path: Path) -> None:
     state, clients = of_memories(), tmp_path / "checkpoints" / "clients"
-    with Saver(tmp_path, each(keep=5), FACTS, SoloComm(), None) as saver:
+    with Saver(tmp_path, each(keep=5), FINGERPRINT, SoloComm(), None) as saver:
         for round, cids in ((1, [0, 1, 2, 3, 4]), (2, [1]), (3, []), (4, [5, 0])):
             before = set(clients.iterdir())
             state = keep_rows(saver, state, round, cids)
@@ -250,7 +251,7 @@ def test_only_memories_that_have_changed_are_written(tmp_path: Path) -> None:
 
 def test_files_of_which_less_than_half_is_valid_are_written_anew_and_go(tmp_path: Path) -> None:
     state, clients = of_memories(), tmp_path / "checkpoints" / "clients"
-    with Saver(tmp_path, each(keep=1), FACTS, SoloComm(), None) as saver:
+    with Saver(tmp_path, each(keep=1), FINGERPRINT, SoloComm(), None) as saver:
         state = keep_rows(saver, state, 1, [0, 1, 2, 3])
         state = keep_rows(saver, state, 2, [0, 1])
         assert sorted(map(rows_in, clients.iterdir()), key=len) == [{0, 1}, {0, 1, 2, 3}], "half is enough"
@@ -265,12 +266,12 @@ def test_files_of_which_less_than_half_is_valid_are_written_anew_and_go(tmp_path
 def test_what_another_rank_is_just_writing_is_left_alone_until_the_next_life(tmp_path: Path) -> None:
     """safetensors writes into a file of its own naming first; to remove that would make the other rank's save fail."""
     state, underway = of_memories(), tmp_path / "checkpoints" / "clients" / ".tmpA1b2C3"
-    with Saver(tmp_path, each(keep=1), FACTS, SoloComm(), None) as saver:
+    with Saver(tmp_path, each(keep=1), FINGERPRINT, SoloComm(), None) as saver:
         state = keep_rows(saver, state, 1, [0, 1])
         underway.touch()
         state = keep_rows(saver, state, 2, [0, 1])
         assert underway.exists()
-    with Saver(tmp_path, each(keep=1), FACTS, SoloComm(), None):
+    with Saver(tmp_path, each(keep=1), FINGERPRINT, SoloComm(), None):
         assert not underway.exists()
 
 
@@ -278,7 +279,7 @@ def restored(out: Path, ranks: int = 1) -> dict[int, float]:
     """The first number that each client kept, as read on so many ranks."""
 
     def read(comm: Comm) -> dict[int, float]:
-        found = find(out, FACTS, comm, force=False)
+        found = find(out, FINGERPRINT, comm, force=False)
         assert found is not None
         state = restore(found, replace(of_memories(), model_N=torch.zeros(-(-8 // comm.size) * comm.size)), 8, comm)
         return {cid: float(state.memory.read(cid)["c"][0]) for cid in state.memory}
@@ -299,7 +300,7 @@ def test_the_disk_holds_about_twice_what_the_clients_keep(cohorts: list[list[int
         out, state, right = Path(name), of_memories(), dict[int, float]()
         history: list[dict[int, float]] = []
         clients = out / "checkpoints" / "clients"
-        with Saver(out, each(keep=keep), FACTS, SoloComm(), None) as saver:
+        with Saver(out, each(keep=keep), FINGERPRINT, SoloComm(), None) as saver:
             for round, cids in enumerate(cohorts, 1):
                 state = keep_rows(saver, state, round, cids)
                 right |= {cid: 100.0 * round + cid for cid in cids}
@@ -309,7 +310,7 @@ def test_the_disk_holds_about_twice_what_the_clients_keep(cohorts: list[list[int
                 assert rows <= 2 * len(right) + 2 * recent
         used = {f["name"] for path in (out / "checkpoints").glob("round-*/part-*.json") for f in parts_files(path)}
         assert {path.name for path in clients.iterdir()} == used, "nothing that no checkpoint refers to"
-        kept = sorted(checkpoint.rounds_in(out / "checkpoints"))
+        kept = sorted(rounds_in(out / "checkpoints"))
         assert kept == list(range(1, len(cohorts) + 1))[-keep:]
         for round in reversed(kept):
             assert restored(out, ranks) == history[round - 1]
@@ -339,7 +340,7 @@ def test_clearing_up_leaves_the_memories_of_a_checkpoint_that_is_on_its_way(
 
     def write(comm: Comm) -> None:
         state = of_memories()
-        with Saver(tmp_path, each(keep=1), FACTS, comm, None) as saver:
+        with Saver(tmp_path, each(keep=1), FINGERPRINT, comm, None) as saver:
             for round in (1, 2, 3):
                 state.memory.stage(comm.rank, {"c": torch.full((64,), 100.0 * round + comm.rank)})
                 state.memory.commit()
@@ -395,7 +396,7 @@ def starts(out: Path) -> list[int]:
 
 
 def rounds_kept(out: Path) -> list[int]:
-    return sorted(checkpoint.rounds_in(out / "checkpoints"))
+    return sorted(rounds_in(out / "checkpoints"))
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
@@ -602,7 +603,7 @@ def test_where_no_checkpoint_is_sound_a_run_starts_over(lives: dict[str, Path], 
     with heard() as told:
         live(damaged_run(out))
     assert starts(out)[-1] == 0
-    assert f"no checkpoint in {out / 'checkpoints'} is sound: starting over; they are kept beside it" in told
+    assert f"no checkpoint in {out / 'checkpoints'} is sound: starting over; they are kept next to it" in told
     assert ending(out) == ending(lives["whole"]) and 2 not in rounds_kept(out)
 
 
@@ -653,10 +654,10 @@ def test_a_name_that_leads_elsewhere_is_not_followed(name: str, lives: dict[str,
 def test_too_new_a_format_is_one_sentence_and_nothing_is_touched(lives: dict[str, Path], tmp_path: Path) -> None:
     out = tmp_path / "torn"
     shutil.copytree(lives["torn"], out)
-    rewrite(out / "checkpoints" / "round-4", format=checkpoint.FORMAT + 1, fedmpi="99.0")
+    rewrite(out / "checkpoints" / "round-4", format=FORMAT + 1, fedmpi="99.0")
     with pytest.raises(UserError) as caught:
         live(damaged_run(out), 2)
-    assert f"has format {checkpoint.FORMAT + 1}, written by fedmpi 99.0; this is fedmpi" in str(caught.value)
+    assert f"has format {FORMAT + 1}, written by fedmpi 99.0; this is fedmpi" in str(caught.value)
     assert "use the newer one, or --resume never to start over" in str(caught.value)
     assert rounds_kept(out) == [2, 4] and len(metrics(out)) == 4
 
@@ -671,7 +672,7 @@ def test_a_rank_that_does_not_see_the_folder_ends_all_and_nothing_is_removed(
     def look(comm: Comm) -> str:
         where = out if comm.rank == 0 else tmp_path / "not mounted"
         with pytest.raises(UserError) as caught:
-            find(where, FACTS, comm, force=False)
+            find(where, FINGERPRINT, comm, force=False)
         return str(caught.value)
 
     said = run_threads(2, look)
@@ -721,7 +722,7 @@ def test_force_lets_knobs_change_but_not_what_the_state_is_made_of(lives: dict[s
         out, cfg = forced(f"may-{number}", **changes)
         with heard() as told:
             live(cfg, 2)
-        assert starts(out)[-1] == 4 and any(line.startswith("going on with changed settings: --") for line in told)
+        assert starts(out)[-1] == 4 and any(line.startswith("resuming with changed settings: --") for line in told)
         assert sha256(out) != sha256(lives["whole"])
     for number, (changes, what) in enumerate(
         [
@@ -803,15 +804,15 @@ def test_a_slow_disk_holds_up_no_round_and_saves_are_postponed_not_lost(
     tmp_path: Path, patch: pytest.MonkeyPatch
 ) -> None:
     """Rank 1's part of round 3 is written in round 7 only. The rounds go on; what was due in 6 is saved right then."""
-    through, saved, real = threading.Event(), list[str](), checkpoint.save
+    through, saved, real = threading.Event(), list[str](), save.write_tensors
 
-    def slow(tensors: dict[str, Tensor], path: Path) -> checkpoint.File:
+    def slow(tensors: dict[str, Tensor], path: Path) -> File:
         if "slice-1" in path.name:
             assert through.wait(60)
             saved.append(path.parent.name.split("-")[1])
         return real(tensors, path)
 
-    patch.setattr(checkpoint, "save", slow)
+    patch.setattr(save, "write_tensors", slow)
     log_round = Log.round
 
     def watched(self: Log, report: Any) -> None:
@@ -834,15 +835,15 @@ def test_a_slow_disk_holds_up_no_round_and_saves_are_postponed_not_lost(
 
 def test_what_is_written_slowly_is_the_round_it_was_taken_in(tmp_path: Path, patch: pytest.MonkeyPatch) -> None:
     """The model and the clients' memories go on while the thread still reads them."""
-    through, real = threading.Event(), checkpoint.save
+    through, real = threading.Event(), save.write_tensors
 
-    def slow(tensors: dict[str, Tensor], path: Path) -> checkpoint.File:
+    def slow(tensors: dict[str, Tensor], path: Path) -> File:
         through.wait(60)
         return real(tensors, path)
 
     cfg = settings_of(tmp_path / "a", algorithm="scaffold", clients=4, rounds=6, checkpoint=each(2, keep=9))
     with pytest.MonkeyPatch.context() as inner:
-        inner.setattr(checkpoint, "save", slow)
+        inner.setattr(save, "write_tensors", slow)
         log_round = Log.round
         inner.setattr(Log, "round", lambda self, r: (through.set() if r.round == 5 else None, log_round(self, r)))
         live(cfg)
@@ -859,7 +860,7 @@ def test_what_is_written_slowly_is_the_round_it_was_taken_in(tmp_path: Path, pat
 def test_a_disk_that_fails_one_rank_ends_all_alike_and_keeps_the_last_checkpoint(
     where: str, tmp_path: Path, patch: pytest.MonkeyPatch
 ) -> None:
-    save, write = checkpoint.save, folder.write
+    write_tensors, write = save.write_tensors, folder.write
 
     def full(path: Path) -> bool:
         name = str(path.relative_to(tmp_path))
@@ -883,7 +884,7 @@ def test_a_disk_that_fails_one_rank_ends_all_alike_and_keeps_the_last_checkpoint
 
     falls(cfg, 2, stop=2)
     with pytest.MonkeyPatch.context() as inner:
-        inner.setattr(checkpoint, "save", failing(save, 4))
+        inner.setattr(save, "write_tensors", failing(write_tensors, 4))
         inner.setattr(folder, "write", failing(write, 4))
         said = run_threads(2, work)
     rank = 0 if where in ("clients", "seal") else 1

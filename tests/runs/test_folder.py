@@ -250,7 +250,7 @@ def test_an_error_of_the_disk_says_what_is_kept(tmp_path: Path) -> None:
 
     assert folder.attempt(lambda: None) == "" and folder.attempt(full) == "No space left on device"
     for kept, words in ((0, "there is no checkpoint yet"), (3, "the checkpoint of round 3 is kept")):
-        assert folder.lost(tmp_path, folder.attempt(full), kept) == (
+        assert folder.write_failed(tmp_path, folder.attempt(full), kept) == (
             f"{tmp_path} cannot be written (No space left on device); {words}: put that right and start the same "
             "command again"
         )

@@ -38,7 +38,7 @@ from fedmpi.runs.build import prepare
 from fedmpi.runs.config import Config, Eval, Local, Meta, Server, Skew, Step
 from fedmpi.runs.folder import check, make
 from fedmpi.runs.options import parse
-from fedmpi.runs.run import compare_ranks, facts_of, run, same_everywhere
+from fedmpi.runs.run import compare_ranks, fingerprint_of, run, same_everywhere
 
 FILES = {"config.yaml", "environment.json", "partition.json", "metrics.jsonl", "model.safetensors", "finished.json"}
 FILES |= {"checkpoints", "starts.jsonl", "lock"}
@@ -528,7 +528,7 @@ def test_ranks_with_other_models_data_or_splits_are_refused_on_all_of_them() -> 
 
         def work(comm: Comm, tasks: Any = tasks, datas: Any = datas) -> str:
             try:
-                compare_ranks(facts_of(prepared, tasks[comm.rank], datas[comm.rank], meta, CPU), comm)
+                compare_ranks(fingerprint_of(prepared, tasks[comm.rank], datas[comm.rank], meta, CPU), comm)
             except UserError as error:
                 return str(error)
             return ""

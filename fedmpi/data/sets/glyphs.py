@@ -27,6 +27,7 @@ from torch import Tensor
 from fedmpi.data.arrays import Arrays
 from fedmpi.data.store import Source, load
 from fedmpi.errors import UserError
+from fedmpi.seeds import raw_bits
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
@@ -138,7 +139,7 @@ class Bits:
     """Random numbers from the raw stream of PCG64 for (seed, purpose), equal on every machine and numpy version."""
 
     def __init__(self, seed: int, purpose: int) -> None:
-        self._pcg = np.random.PCG64(np.random.SeedSequence([seed, purpose]))
+        self._pcg = raw_bits(seed, purpose)
 
     def raw(self, n: int) -> npt.NDArray[np.uint64]:
         """n numbers of 64 random bits."""

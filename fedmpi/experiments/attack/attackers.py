@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import RunError
+from ...seeds import attack_generator
 from ..stats import wilson
 
 Floats = npt.NDArray[np.float64]
@@ -31,7 +32,6 @@ DECAY = 1e-4  # the customary 1 / samples, for ten thousand
 SMALLEST = 1e-9  # slope that counts as none
 ROUNDING = 1e-15  # of a height
 MOST_STEPS = 200  # of Newton's method, which takes about ten
-STREAM = 0xA77AC  # keeps these draws apart from those of other parts under the same seed
 FALSE_ALARMS = 0.01
 
 
@@ -111,14 +111,9 @@ def contest(attacker: Attacker, values: Floats, repeats: int, seed: int) -> dict
     member = np.arange(2 * count) < count
     verdicts = []
     for repeat in range(repeats):
-        known = half(count, generator(seed, 1 + repeat))
+        known = half(count, attack_generator(seed, 1 + repeat))
         verdicts.append(judge(attacker(values[known], member[known]), values[~known], member[~known]))
     return summary(verdicts, 2 * (count - count // 2))
-
-
-def generator(seed: int, purpose: int) -> np.random.Generator:
-    """What draws the samples (purpose 0) or the halves of a repeat (1, 2, ...)."""
-    return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(STREAM, purpose)))
 
 
 def half(count: int, rng: np.random.Generator) -> Bools:

@@ -33,9 +33,11 @@ from ...runs.folder import ATTACK, write
 from ...runs.log import set_up
 from ...runs.options import filled, make_parser
 from ...runs.run import settle
+from ...runs.text import align
+from ...seeds import attack_generator
 from ..runs import find_runs, read_run
 from .answers import Answers, ask, scored_loss
-from .attackers import Floats, cheapest, contest, generator, logistic
+from .attackers import Floats, cheapest, contest, logistic
 from .rebuild import Rebuilt, check_score, config_of, finished, rebuild, untrained
 
 ABOUT = "Membership inference against finished runs: how well do a model's answers tell what it was trained on?"
@@ -47,6 +49,7 @@ FEATURES: dict[str, Callable[[Floats], Floats]] = {
 WIDEST = 4096  # numbers in an answer; of more, Newton's method would fill the memory
 COLUMNS = ("run", "attack", "accuracy", "+-", "95% interval", "auc", "advantage", "tpr@1%", "train", "test", "gap")
 WIDTHS = (8, 6, 15, 6, 9, 6, 6, 6, 7)  # of the numbers
+SIDES = "llr"
 BEFORE = ", before"  # the first round
 
 
@@ -109,7 +112,7 @@ def main(arguments: list[str]) -> int:
         if asked.json:
             print(json.dumps({"run": str(folder)} | found), flush=True)
         else:
-            head = "" if number else line(COLUMNS, widths) + "\n"
+            head = "" if number else align([COLUMNS], SIDES, widths)[0] + "\n"
             print(head + rows(folder, found, widths), flush=True)
     return 0
 
@@ -216,7 +219,7 @@ def choose(members: Ints, rebuilt: Rebuilt, how: How) -> tuple[Ints, Ints]:
             f"the run in '{rebuilt.run.folder}' has {len(members)} members and {tests} test samples; an attack needs "
             "at least 2 of either, one to learn from and one to be judged by"
         )
-    rng = generator(how.seed, 0)
+    rng = attack_generator(how.seed, 0)
     return np.sort(rng.choice(members, count, replace=False)), np.sort(rng.choice(tests, count, replace=False))
 
 
@@ -230,8 +233,8 @@ def rows(folder: Path, found: dict[str, Any], widths: Sequence[int]) -> str:
     for part, behind, more in ((found, "", results), (found["control"] or {}, BEFORE, ["-"] * len(results))):
         for name, verdict in ((found["features"], part.get("logistic")), ("loss", part.get("loss"))):
             if verdict is not None:
-                lines.append(line((str(folder), name + behind, *cells(verdict), *more), widths))
-    return "\n".join(lines)
+                lines.append((str(folder), name + behind, *cells(verdict), *more))
+    return "\n".join(align(lines, SIDES, widths))
 
 
 def cells(verdict: dict[str, Any]) -> list[str]:
@@ -240,9 +243,3 @@ def cells(verdict: dict[str, Any]) -> list[str]:
     deviation = "-" if verdict["deviation"] is None else f"{verdict['deviation']:.4f}"
     others = [f"{verdict[key]:.4f}" for key in ("auc", "advantage", "tpr_at_1_fpr")]
     return [f"{verdict['accuracy']:.4f}", deviation, f"{low:.4f} - {high:.4f}", *others]
-
-
-def line(texts: Sequence[str], widths: Sequence[int]) -> str:
-    """Cells in aligned columns: names to the left, numbers to the right."""
-    aligned = [text.ljust(w) if i < 2 else text.rjust(w) for i, (text, w) in enumerate(zip(texts, widths, strict=True))]
-    return "  ".join(aligned).rstrip()

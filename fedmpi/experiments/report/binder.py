@@ -7,12 +7,11 @@ cut short is still known as one, and nothing of anybody else is ever touched.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 from ... import __version__
 from ...errors import UserError, reason
-from ...runs.folder import check_writable, make, read_json, write
+from ...runs.folder import aside_of, check_writable, make, read_json, write
 
 LIST, PAGE = "report.json", "index.html"
 FOLDERS = ("figures", "tables")
@@ -49,7 +48,7 @@ def listed(out: Path) -> set[str]:
     """The files that belong to the report in a folder, also as they are called while they are written."""
     names = read_json(out / LIST).get("files")
     whole = {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()
-    return whole | {aside(Path(name)).as_posix() for name in whole}
+    return whole | {aside_of(Path(name)).as_posix() for name in whole}
 
 
 def bind(out: Path, files: Files) -> None:
@@ -61,7 +60,7 @@ def bind(out: Path, files: Files) -> None:
             (out / folder).mkdir(mode=0o700, exist_ok=True)
         put_list(out, before | files.keys())
         for name in sorted(files, key=lambda name: name == PAGE):
-            put(out / name, files[name])
+            write(out / name, files[name])
         for name in before - files.keys():
             (out / name).unlink(missing_ok=True)
         put_list(out, set(files))
@@ -72,14 +71,3 @@ def bind(out: Path, files: Files) -> None:
 def put_list(out: Path, names: set[str]) -> None:
     """Write down what belongs to the report."""
     write(out / LIST, json.dumps({"fedmpi": __version__, "files": sorted(names)}, indent=2) + "\n")
-
-
-def put(path: Path, content: bytes) -> None:
-    """Write a file aside and rename it, so that nobody reads half of it."""
-    aside(path).write_bytes(content)
-    os.replace(aside(path), path)
-
-
-def aside(path: Path) -> Path:
-    """What a file is called while it is written."""
-    return path.with_name(f".{path.name}")

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import yaml
 
-from ...cluster.status import duration, newest_checkpoint
+from ...cluster.status import newest_checkpoint
 from ...runs import folder
 from ...runs.folder import CONFIG, FINISHED
+from ...runs.text import duration
 from .crew import Crew, Ended, Order, told_to_end
 from .grid import Point
 from .orders import CONFIGS, LOGS, Todo, at_its_end, keep, note_given_up

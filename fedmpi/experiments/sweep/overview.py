@@ -15,10 +15,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TextIO
 
-from ...cluster.status import JOB, duration, progress, states_of
+from ...cluster.status import JOB, progress, states_of
 from ...errors import FileError, silence
 from ...runs.folder import CONFIG, read_json
 from ...runs.schema import read_yaml
+from ...runs.text import align, duration
 from ..records import flat
 from ..runs import pairing
 from .crew import last_words
@@ -111,22 +112,23 @@ def summary(rows: list[Row], at_once: int) -> str:
     return f"{len(rows)} runs: {told}{more}{threads}"
 
 
-def line(row: Row, width: int, labels: int = 0) -> str:
-    """One run in one line; `width` and `labels` are the widths of name and label."""
+def progress_of(row: Row) -> str:
+    """Return the rounds, score and time left of a run."""
     done = round(BAR * row.round / row.rounds) if row.rounds else 0
     bar = f"[{'#' * done}{'.' * (BAR - done)}] {row.round}/{row.rounds or '?'}"
     score = f"  {row.metric} {row.value:.4f}" if row.value is not None else ""
     left = f"  {duration(row.minutes_left)} left" if row.minutes_left is not None else ""
     why = f"  ({row.why})" if row.why else ""
-    label = f"{row.label.ljust(labels)}  " if labels else ""
-    return f"{row.name.ljust(width)}  {label}{row.state.ljust(8)}  {bar}{score}{left}{why}"
+    return f"{bar}{score}{left}{why}"
 
 
 def lines_of(rows: Sequence[Row]) -> list[str]:
     """Each run in one line, aligned."""
-    width = max((len(row.name) for row in rows), default=0)
-    labels = max((len(row.label) for row in rows), default=0)
-    return [line(row, width, labels) for row in rows]
+    if not rows:
+        return []
+    if any(row.label for row in rows):
+        return align([(row.name, row.label, row.state, progress_of(row)) for row in rows], widths=(0, 0, 8))
+    return align([(row.name, row.state, progress_of(row)) for row in rows], widths=(0, 8))
 
 
 def table(rows: list[Row], at_once: int) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from ...cluster.submit import Nothing
 from ...errors import unknown
 from ...runs.options import filled, is_sweep, make_parser, read_yaml, recipes
+from ...runs.text import align
 from .grid import points
 from .sweepfile import read_sweep
 
@@ -95,13 +96,11 @@ def ordered(found: dict[str, Path]) -> list[tuple[str, Path]]:
 
 def listing(found: list[Recipe]) -> str:
     """The recipes in aligned lines under the names of their papers, single runs of no paper at the end."""
-    name = max(len(recipe.name) for recipe in found)
-    runs = max(len(count(recipe)) for recipe in found)
+    lines = dict(zip(found, align([(r.name, count(r), r.about) for r in found], "lrl"), strict=True))
     blocks = []
     for paper in (*PAPERS.values(), ""):
-        own = [recipe for recipe in found if recipe.paper == paper]
-        lines = [f"  {recipe.name:<{name}}  {count(recipe):>{runs}}  {recipe.about}" for recipe in own]
-        blocks += ["\n".join([paper or SINGLE, *lines])] if own else []
+        own = [f"  {line}" for recipe, line in lines.items() if recipe.paper == paper]
+        blocks += ["\n".join([paper or SINGLE, *own])] if own else []
     return "\n\n".join([*blocks, HINT])
 
 

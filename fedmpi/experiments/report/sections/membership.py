@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from ....runs.folder import ATTACK
+from ....runs.metrics import finite
 from ....runs.schema import Attack, read
 from ...runs import Group, look_up
 from ...stats import summarise, wilson
@@ -56,7 +56,7 @@ def section(material: Material) -> Section:
 def values(group: Group, found: Attacks, where: Sequence[str], key: str) -> list[float | None]:
     """What an attacker came to against each run of a group."""
     results = [look_up(found.get(run.folder, {}), (*where, key)) for run in group.runs]
-    return [float(value) if isinstance(value, int | float) and isfinite(value) else None for value in results]
+    return [finite(float(value)) if isinstance(value, int | float) else None for value in results]
 
 
 def table(groups: Sequence[Group], found: Attacks) -> Table:

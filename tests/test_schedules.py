@@ -1,4 +1,4 @@
-"""Learning rates over the rounds: values by hand, their laws, and what is refused."""
+"""Knobs that are a name with numbers, and learning rates over the rounds: values by hand, laws, refusals."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fedmpi.errors import UserError
 from fedmpi.local import Descent, LocalKnobs
-from fedmpi.schedules import Rate, as_rate, make_rate
+from fedmpi.schedules import Rate, as_rate, form, make_rate, read_spec
 
 SCHEDULES = st.one_of(
     st.just("constant"),
@@ -22,19 +22,19 @@ FORMS = ("constant", "step:rounds,factor", "cosine[:last]")
 
 
 def rates(schedule: str, lr: float, rounds: int) -> list[float]:
-    """The rates of all rounds."""
+    """Return the rates of all rounds."""
     rate = make_rate("--local.schedule", schedule, lr, rounds)
     return [rate(t) for t in range(1, rounds + 1)]
 
 
 def refusal(schedule: str) -> str:
-    """The sentence that a schedule is refused with."""
+    """Return the error message that a schedule is refused with."""
     with pytest.raises(UserError) as caught:
         make_rate("--server.schedule", schedule, 0.1, 100)
     return str(caught.value)
 
 
-# Values
+# Learning rates by hand
 
 
 def test_a_constant_rate_is_the_rate_to_the_bit() -> None:
@@ -109,7 +109,7 @@ def test_knobs_and_descents_take_numbers_and_rates() -> None:
     assert Descent(0.3).rate(AtRound()) == 0.3 and Descent(rate).rate(AtRound()) == 0.25
 
 
-# Laws
+# Their laws
 
 
 @given(SCHEDULES, st.floats(1e-6, 10), st.integers(1, 200), st.integers(0, 50))
@@ -133,7 +133,7 @@ def test_a_rate_depends_on_its_round_alone(schedule: str, order: list[int]) -> N
     assert [rate(t) for t in order] == [rates(f"warmup:3+{schedule}", 0.5, 19)[t - 1] for t in order]
 
 
-# Refusals
+# Schedules that are refused
 
 
 @pytest.mark.parametrize(
@@ -178,9 +178,96 @@ def test_a_refused_schedule_is_told_what_is_valid(schedule: str, sentence: str) 
 )
 def test_an_unknown_schedule_is_told_all_there_are(schedule: str, opening: str) -> None:
     sentence = refusal(schedule)
-    assert sentence.startswith(opening) and all(form in sentence for form in FORMS)
+    assert sentence.startswith(opening) and all(known in sentence for known in FORMS)
 
 
 @pytest.mark.parametrize("schedule", ["warmpu:3+cosine", "warm:3", "cosine+warmup:3", "warmups:3+cosine"])
 def test_who_means_a_warm_up_is_told_how_to_write_it(schedule: str) -> None:
     assert "warmup:rounds" in refusal(schedule)
+
+
+# A name with numbers
+
+KNOWN = {"none": (), "pair": ("first", "second"), "maybe": ("last?",), "three": ("a", "b", "c?")}
+NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
+
+
+def spec_refusal(text: str) -> str:
+    """Return the error message that a spec is refused with."""
+    with pytest.raises(UserError) as caught:
+        read_spec("--knob", text, KNOWN)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text, name, numbers",
+    [
+        ("none", "none", {}),
+        ("pair:1,2", "pair", {"first": 1.0, "second": 2.0}),
+        ("pair:0.3,1e-2", "pair", {"first": 0.3, "second": 0.01}),
+        ("pair:-1,.5", "pair", {"first": -1.0, "second": 0.5}),
+        ("maybe", "maybe", {}),
+        ("maybe:7", "maybe", {"last": 7.0}),
+        ("three:1,2", "three", {"a": 1.0, "b": 2.0}),
+        ("three:1,2,3", "three", {"a": 1.0, "b": 2.0, "c": 3.0}),
+    ],
+)
+def test_a_spec_is_its_name_and_its_numbers_by_name(text: str, name: str, numbers: dict[str, float]) -> None:
+    assert read_spec("--knob", text, KNOWN) == (name, numbers)
+
+
+@given(st.sampled_from(sorted(KNOWN)), st.lists(NUMBERS, max_size=3))
+def test_what_is_written_is_read_back_to_the_bit_or_refused(name: str, numbers: list[float]) -> None:
+    text = f"{name}:{','.join(map(repr, numbers))}" if numbers else name
+    least = sum(not word.endswith("?") for word in KNOWN[name])
+    if least <= len(numbers) <= len(KNOWN[name]):
+        assert list(read_spec("--knob", text, KNOWN)[1].values()) == numbers
+    else:
+        assert spec_refusal(text).startswith(f"--knob is '{text}'; write it as {form(name, KNOWN[name])}")
+
+
+@pytest.mark.parametrize(
+    "name, written",
+    [("none", "none"), ("pair", "pair:first,second"), ("maybe", "maybe[:last]"), ("three", "three:a,b[,c]")],
+)
+def test_how_a_spec_is_written(name: str, written: str) -> None:
+    assert form(name, KNOWN[name]) == written
+
+
+def test_an_unknown_name_is_told_all_there_are_and_the_nearest() -> None:
+    known = "known: none, pair:first,second, maybe[:last], three:a,b[,c]"
+    assert spec_refusal("nothing") == f"unknown --knob 'nothing'; {known}"
+    assert spec_refusal("piar:1,2") == f"unknown --knob 'piar:1,2'; did you mean 'pair:first,second'? {known}"
+    assert spec_refusal("mabye") == f"unknown --knob 'mabye'; did you mean 'maybe[:last]'? {known}"
+    assert spec_refusal("") == f"unknown --knob ''; {known}"
+    assert spec_refusal("Pair:1,2").startswith("unknown --knob 'Pair:1,2'; ")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "pair",
+        "pair:",
+        "pair:1",
+        "pair:1,2,3",
+        "pair:one,2",
+        "pair:1,",
+        "pair:1;2",
+        "pair:nan,1",
+        "pair:1,inf",
+        "pair:1:2",
+    ],
+)
+def test_numbers_too_few_too_many_or_none_at_all_are_told_the_form(text: str) -> None:
+    assert spec_refusal(text) == f"--knob is '{text}'; write it as pair:first,second, with numbers"
+
+
+@pytest.mark.parametrize("text", ["maybe:", "maybe:1,2", "maybe:x"])
+def test_a_number_that_may_be_left_out_must_still_be_one(text: str) -> None:
+    assert spec_refusal(text) == f"--knob is '{text}'; write it as maybe[:last], with numbers"
+
+
+@pytest.mark.parametrize("text", ["none:", "none:1"])
+def test_a_name_that_takes_no_numbers_is_not_told_to_bring_some(text: str) -> None:
+    assert spec_refusal(text).startswith(f"--knob is '{text}'; write it as none")
+    assert "with numbers" not in spec_refusal(text)

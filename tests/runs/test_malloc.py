@@ -9,14 +9,14 @@ import sys
 import pytest
 from conftest import rank_environment
 
-from fedmpi.runs.malloc import CHOSEN, keep_freed
+from fedmpi.runs.malloc import CHOSEN, keep_freed_memory
 
 FAULTS = """
 import resource
 import torch
-from fedmpi.runs.malloc import keep_freed
+from fedmpi.runs.malloc import keep_freed_memory
 from fedmpi.models.vision import resnet18_gn
-kept = keep_freed()
+kept = keep_freed_memory()
 torch.set_num_threads(1)
 model, x = resnet18_gn(3, 16, 16, 10), torch.randn(4, 3, 16, 16)
 for turn in range(5):
@@ -43,4 +43,4 @@ def test_memory_that_was_freed_is_not_asked_for_again() -> None:
 
 @pytest.mark.parametrize("name", CHOSEN)
 def test_what_the_user_has_chosen_stays(name: str) -> None:
-    assert not keep_freed({name: "1"})
+    assert not keep_freed_memory({name: "1"})

@@ -1,4 +1,4 @@
-"""What must not be lost between two lives of a run: by an error that passes, by a lock that is freed late, by one bad
+"""What must not be lost when a run is restarted: by an error that passes, by a lock that is freed late, by one bad
 line."""
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from fedmpi.comm import SoloComm
 from fedmpi.data import store
 from fedmpi.data.store import Source
 from fedmpi.errors import CommonError, RunError, UserError
-from fedmpi.runs import checkpoint, folder
+from fedmpi.runs import folder
 from fedmpi.runs.build import prepare
-from fedmpi.runs.checkpoint import File, read_manifest, rounds_in
+from fedmpi.runs.checkpoint import File, format, rounds_in, save
 from fedmpi.runs.config import Checkpoint, Config
 from fedmpi.runs.run import run
 from fedmpi.runs.stop import Stopped
@@ -47,7 +47,7 @@ def begin(out: Path, **changes: Any) -> None:
 
 
 def cut_short(cfg: Config, rounds: int) -> None:
-    """Run until the time is up, behind that many rounds."""
+    """Run until the time is up, after that many rounds."""
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
         done: list[int] = []
         patch.setattr("fedmpi.runs.stop.Stop.round_done", lambda self: done.append(1))
@@ -69,7 +69,7 @@ def test_a_checkpoint_that_cannot_be_read_for_a_moment_is_not_given_up(
 ) -> None:
     begin(tmp_path)
     with pytest.MonkeyPatch.context() as broken:
-        broken.setattr(*((File, "trouble", refuse) if what == "slice" else (checkpoint, "load", refuse)))
+        broken.setattr(*((File, "damage", refuse) if what == "slice" else (format, "load", refuse)))
         with pytest.raises(CommonError, match=r"round-2 cannot be read \(Input/output error\); nothing was changed"):
             train_alone(of(tmp_path))
     assert rounds_in(tmp_path / "checkpoints") == [2, 1] and len(metrics(tmp_path)) == 2
@@ -91,14 +91,9 @@ def test_old_files_stay_where_it_cannot_be_told_what_is_needed(tmp_path: Path, p
     begin(tmp_path, algorithm="scaffold")
     clients = tmp_path / "checkpoints" / "clients"
     before = {path.name for path in clients.iterdir()}
-    patch.setattr(
-        checkpoint, "read_manifest", lambda there: refuse() if threading.current_thread() is not MAIN else real(there)
-    )
+    patch.setattr(save, "read_manifest", refuse)
     train_alone(of(tmp_path, algorithm="scaffold"))
     assert before <= {path.name for path in clients.iterdir()} and rounds_in(tmp_path / "checkpoints") == [3, 2, 1]
-
-
-MAIN, real = threading.main_thread(), read_manifest
 
 
 def test_after_a_restart_a_lock_that_is_freed_late_is_a_fault_and_no_mistake(
@@ -148,7 +143,7 @@ def test_one_bad_line_among_the_metrics_costs_that_line_alone(tmp_path: Path, ca
     assert first[:20] in (tmp_path / "metrics.jsonl.damaged-1").read_text()
 
 
-def test_never_is_said_to_the_first_life_of_a_launch(tmp_path: Path) -> None:
+def test_resume_never_is_meant_for_the_first_start_of_a_launch(tmp_path: Path) -> None:
     begin(tmp_path)
     job = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
     run(prepare(of(tmp_path, resume="never")), SoloComm(), ALONE, CPU, job)  # restarted before it had begun
@@ -158,13 +153,13 @@ def test_never_is_said_to_the_first_life_of_a_launch(tmp_path: Path) -> None:
     assert starts(tmp_path) == [0, 0, 3]
 
 
-def test_a_keeper_says_never_to_the_first_life_too(tmp_path: Path) -> None:
+def test_resume_never_is_meant_for_the_first_start_under_a_supervisor_too(tmp_path: Path) -> None:
     begin(tmp_path)
-    lives = [{"FEDMPI_LAUNCH": "keeper 7", "FEDMPI_RESTART_COUNT": str(life)} for life in (0, 1)]
-    for life in lives:
+    for restart in ("0", "1"):
+        environ = {"FEDMPI_LAUNCH": "keeper 7", "FEDMPI_RESTART_COUNT": restart}
         with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped):
             patch.setattr("fedmpi.runs.stop.Stop.flags", property(lambda self: [1, 0, 0, 0]))
-            run(prepare(of(tmp_path, resume="never")), SoloComm(), ALONE, CPU, life)
+            run(prepare(of(tmp_path, resume="never")), SoloComm(), ALONE, CPU, environ)
     assert starts(tmp_path) == [0, 0, 1]
 
 

@@ -1,0 +1,227 @@
+"""Find the newest sound checkpoint of a run folder and restore its state.
+
+The ranks share the work of verifying every SHA-256; where one does not match, all fall back to the next older
+checkpoint. A rank then takes its slice out of those that cover it, and the memories of its home clients, so the number
+of ranks that wrote does not matter.
+
+N: a full padded vector.  S: the slice this rank owns.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from torch import Tensor
+
+from ...cohort import home
+from ...comm import Comm, agreed, common_trouble
+from ...errors import CommonError, FileError, UserError, reason
+from ...local.memory import Memory
+from ...rounds import State
+from .. import folder
+from ..config import FREE
+from ..schema import Damaged, Manifest
+from .format import CLIENTS, Fingerprint, FoundCheckpoint, Placed, read_manifest, rounds_in, set_aside
+
+log = logging.getLogger("fedmpi")
+
+
+def find(out: Path, fingerprint: Fingerprint, comm: Comm, force: bool) -> FoundCheckpoint | None:
+    """Return the newest sound checkpoint of a run folder, None if there is none. A damaged one is logged; one of
+    another run is a `UserError`. Collective."""
+    base = out / folder.CHECKPOINTS
+    rounds = share_rounds(base, comm)
+    for round in rounds:
+        path = base / f"round-{round}"
+        found, changes, damage, unreadable = None, "", "", ""
+        with agreed(comm):
+            try:
+                about, files = read_manifest(path)
+                changes = compare(out, about, fingerprint, force)
+                found = describe(path, about, files)
+                damage = first_damage(files[comm.rank :: comm.size], about)
+            except Damaged as error:
+                damage = error.what
+            except OSError as error:
+                unreadable = f"{path} cannot be read ({reason(error)})"
+        if unreadable := common_trouble(comm, unreadable):  # it may pass: a checkpoint that may be sound is not dropped
+            raise CommonError(f"{unreadable}; nothing was changed: see to that and start the same command again")
+        damage = common_trouble(comm, damage)
+        if found is not None and not damage:
+            if comm.rank == 0:
+                log_differences(found, changes)
+            return found
+        if comm.rank == 0:
+            log.warning("the checkpoint of round %d is damaged: %s; looking for an older one", round, damage)
+    if comm.rank == 0 and rounds:
+        log.warning("no checkpoint in %s is sound: starting over; they are kept next to it", base)
+        set_aside(base)
+    return None
+
+
+def share_rounds(base: Path, comm: Comm) -> list[int]:
+    """Return the rounds that rank 0 finds checkpoints of, newest first. Collective."""
+    rounds = torch.zeros(1 << 10, dtype=torch.int64)  # more than anybody keeps
+    with agreed(comm):
+        if comm.rank == 0:
+            check_base(base)
+            found = rounds_in(base)[: len(rounds)]
+            rounds[: len(found)] = torch.tensor(found, dtype=torch.int64)
+    comm.broadcast(rounds)
+    with agreed(comm):
+        if rounds[0] and not base.is_dir():  # none of its checkpoints is damaged: they must not be removed
+            raise UserError(f"{base} is not seen here; put the run folder where all nodes see it")
+    return [round for round in rounds.tolist() if round]
+
+
+def check_base(base: Path) -> None:
+    """Move a file away that is in the place of the checkpoints' folder. A dangling link is a `FileError`: its disk may
+    not be mounted right now."""
+    if base.is_symlink() and not base.is_dir():
+        raise FileError(f"{base} is a link to no folder; see to that and start the same command again")
+    if base.exists() and not base.is_dir():
+        log.warning("%s is no folder: starting over; it is kept next to it", base)
+        set_aside(base)
+
+
+def first_damage(files: Sequence[Placed], about: Manifest) -> str:
+    """Return what is wrong with the first damaged one of these files, '' if all are sound."""
+    for base, file in files:
+        if damage := file.damage(base):
+            return damage
+    for base, file in files:
+        if damage := tensor_damage(base / file.name, about):
+            return damage
+    return ""
+
+
+def tensor_damage(path: Path, about: Manifest) -> str:
+    """Return which tensor a file lacks or should not have, '' if it is sound."""
+    try:
+        with safetensors.safe_open(path, "pt") as file:
+            names = set(file.keys())
+    except safetensors.SafetensorError as error:
+        return f"{path.name} is no file of tensors ({reason(error)})"
+    if path.parent.name == CLIENTS:
+        odd = next((name for name in names if not re.fullmatch("[0-9]{1,15}", name)), None)
+        return "" if odd is None else f"{path.name} has '{odd}', which is no client"
+    missing = sorted(set(about["vectors"]) - names)
+    return f"{path.name} has no '{missing[0]}'" if missing else ""
+
+
+def describe(path: Path, about: Manifest, files: Sequence[Placed]) -> FoundCheckpoint:
+    """Return the checkpoint that a manifest describes."""
+    return FoundCheckpoint(
+        round=about["round"],
+        ranks=about["ranks"],
+        about=about,
+        slices=tuple(base / file.name for base, file in files if base == path),
+        memories=tuple(base / file.name for base, file in files if base != path),
+    )
+
+
+def compare(out: Path, about: Manifest, fingerprint: Fingerprint, force: bool) -> str:
+    """Refuse a checkpoint of another run, with what differs. `force` lets knobs differ, but not what the state is made
+    of; return the knobs that do, in words."""
+    saved: Mapping[str, Any] = about["config"]
+    given = {name: value for name, value in fingerprint.config.items() if name in saved and not name.startswith(FREE)}
+    if given.get("threads") is None:
+        given["threads"] = saved["threads"]  # the run will use as many
+    changed = [name for name, value in given.items() if value != saved[name]]
+    changes = ", ".join(f"--{name} is {given[name]} and was {saved[name]}" for name in changed)
+    prints = [what for what, sha in fingerprint.prints.items() if about["prints"].get(what) != sha]
+    way_out = "choose another --out, or start over with --resume never"
+    if changed and not force:
+        raise UserError(
+            f"{out} holds an unfinished run with other settings: {changes}; give the same, {way_out}; --resume force "
+            "resumes with the new ones"
+        )
+    if prints:
+        why = f" ({changes})" if changes else ""
+        if not changes and "model" in prints:
+            why = " (or another --step.layout of it)"
+        raise UserError(f"{out} holds an unfinished run with another {' and '.join(prints)}{why}; {way_out}")
+    return changes
+
+
+def log_differences(found: FoundCheckpoint, changes: str) -> None:
+    """Warn of settings and of a torch version that differ from those of the checkpoint."""
+    if changes:
+        log.warning("resuming with changed settings: %s", changes)
+    saved = found.about["torch"]
+    if saved != torch.__version__:
+        log.warning("saved with torch %s, this is %s: bits may differ from here on", saved, torch.__version__)
+
+
+def restore(found: FoundCheckpoint, start: State, length: int, comm: Comm) -> State:
+    """Return the saved state on this many ranks, in the memory of the state before the first round. The first `length`
+    elements of a vector count, the rest is padding. Collective."""
+    slice_length = start.model_N.numel() // comm.size
+    first = comm.rank * slice_length
+    last = min(first + slice_length, length)
+    targets = start.vectors(comm)
+    if "unsent.model" not in found.about["vectors"]:  # saved with --wire float32
+        targets = {name: vector for name, vector in targets.items() if not name.startswith("unsent.")}
+    unsent_N = targets.pop("unsent.sums", None)
+    with agreed(comm):
+        try:
+            if len(found.about["ints"]) != start.ints.numel():
+                raise ValueError(f"it has {len(found.about['ints'])} whole numbers, not {start.ints.numel()}")
+            for rank in range(found.ranks):
+                read_slice(found, rank, targets, first=first, last=last, length=length)
+            if unsent_N is not None:
+                read_unsent(found, unsent_N, comm, last - first)
+            read_memories(found.memories, start.memory, comm)
+        except (safetensors.SafetensorError, RuntimeError, ValueError, OSError) as error:
+            where = found.slices[0].parent
+            raise FileError(
+                f"{where} cannot be read into this model ({reason(error)}); move it away to resume from an older "
+                "checkpoint, or start over with --resume never"
+            ) from error
+    for vector_N in (start.model_N, *start.shared.values()):
+        comm.gather(vector_N)
+    ints = torch.tensor(found.about["ints"], dtype=torch.int64)
+    return replace(start, round=found.round, ints=ints)
+
+
+def read_slice(
+    found: FoundCheckpoint, rank: int, targets: Mapping[str, Tensor], *, first: int, last: int, length: int
+) -> None:
+    """Copy what a rank saved of the elements first..last into the targets, which begin at `first`."""
+    saved_length = -(-length // found.ranks)
+    start = rank * saved_length
+    low, high = max(first, start), min(last, start + saved_length)
+    if low >= high:
+        return
+    with safetensors.safe_open(found.slices[rank], "pt") as file:
+        for name, target in targets.items():
+            target[low - first : high - first].copy_(file.get_slice(name)[low - start : high - start])
+
+
+def read_unsent(found: FoundCheckpoint, unsent_N: Tensor, comm: Comm, count: int) -> None:
+    """Restore the rounding errors of the sums. On as many ranks as before each takes its own; else the owner of a slice
+    takes those of all ranks for its `count` elements, so that nothing is lost."""
+    if found.ranks == comm.size:
+        with safetensors.safe_open(found.slices[comm.rank], "pt") as file:
+            unsent_N.copy_(file.get_tensor("unsent.sums"))
+        return
+    first = comm.rank * (unsent_N.numel() // comm.size)
+    for path in found.slices if count > 0 else ():
+        with safetensors.safe_open(path, "pt") as file:
+            unsent_N[first : first + count].add_(file.get_slice("unsent.sums")[first : first + count])
+
+
+def read_memories(paths: Iterable[Path], memory: Memory, comm: Comm) -> None:
+    """Restore the memories of this rank's home clients, the newest of each."""
+    for path in paths:
+        with safetensors.safe_open(path, "pt") as file:
+            for key in file.keys():  # noqa: SIM118 - not a dict
+                if home(int(key), comm.size) == comm.rank:
+                    memory.restore(int(key), file.get_tensor(key))
