@@ -1,4 +1,4 @@
-"""The documents stay true: their commands parse, their links lead somewhere, their scripts run."""
+"""The documents match the code: their commands parse, their links resolve, their scripts run."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import subprocess
 import sys
 from dataclasses import is_dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import REPO, rank_environment
+from shell import ALONE
 
+from fedmpi import api
 from fedmpi.algorithms import ALGORITHMS
 from fedmpi.masks import MASKS
 from fedmpi.plugins.knobs import knobs
@@ -24,8 +27,9 @@ PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md")), REPO / "CONT
 
 
 def commands() -> list[str]:
-    """The options of every `fedmpi train` in the code blocks of the documents."""
-    found = []
+    """Return the options of every `fedmpi train` in the code blocks of the documents and in the README's tables."""
+    readme = (REPO / "README.md").read_text(encoding="utf-8")
+    found = re.findall(r"`[^`\n]*fedmpi train (--[^`\n]*)`", readme)
     for page in PAGES:
         fenced = page.read_text(encoding="utf-8").split("```")[1::2]
         lines = [line for block in fenced for line in block.replace("\\\n", " ").splitlines()]
@@ -49,6 +53,15 @@ def test_every_command_in_the_documents_is_accepted(
 
 def test_there_are_commands_in_the_documents() -> None:
     assert len(commands()) > 10
+
+
+def test_the_python_example_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    block = (REPO / "README.md").read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(api, "find_place", lambda environ: ALONE)
+    space: dict[str, Any] = {}
+    exec(block, space)
+    assert len(space["result"].reports) == 20 and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -80,8 +93,8 @@ def test_every_file_that_the_documents_name_exists() -> None:
 def test_the_guide_names_every_option() -> None:
     named = set(re.findall(r"--[\w.]+", (REPO / "docs" / "guide.md").read_text(encoding="utf-8")))
     options = {name: value for part in (Config(), Launch()) for name, value in knobs(part).items()}
-    told = [name for name, value in options.items() if not is_dataclass(value) and not name.startswith("skew.")]
-    assert not [name for name in told if f"--{name}" not in named]  # data.md has --skew.*
+    listed = [name for name, value in options.items() if not is_dataclass(value) and not name.startswith("skew.")]
+    assert not [name for name in listed if f"--{name}" not in named]  # data.md has --skew.*
 
 
 @pytest.mark.parametrize("name", single_runs())

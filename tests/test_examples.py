@@ -1,4 +1,4 @@
-"""The examples do what their docstrings say, by the commands as they stand there."""
+"""The examples do what their docstrings say, when started by the commands given there."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ TRAINING = ("own_arrays", "own_dataset", "own_model")
 
 
 def commands(example: str) -> list[str]:
-    """The commands in an example's docstring, each in one line."""
+    """Return the commands in an example's docstring, one per line."""
     text = (EXAMPLES / f"{example}.py").read_text(encoding="utf-8").split('"""')[1].replace("\\\n", " ")
     return [line.strip() for line in text.splitlines() if re.match(r" {4}(fedmpi|python|torchrun|mpiexec) ", line)]
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that looks like the root of the checkout, to write into; fedmpi itself is found elsewhere."""
+    """Return a writable folder that looks like the root of the checkout, with fedmpi on another path."""
     folder = tmp_path_factory.mktemp("checkout")
     (folder / "examples").symlink_to(EXAMPLES)
     (folder / "installed").mkdir()
@@ -45,7 +45,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(command: list[str], root: Path) -> str:
-    """What a command prints that was started in the root of the checkout."""
+    """Run a command in the root of the checkout and return what it prints."""
     ours = {"PYTHONPATH": str(root / "installed"), "FEDMPI_CACHE": str(root / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(command, cwd=root, env=rank_environment() | ours, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
@@ -53,7 +53,7 @@ def start(command: list[str], root: Path) -> str:
 
 
 def trained(command: str, root: Path) -> dict[str, Any]:
-    """The finished.json of a `fedmpi train`, which is run the first time that it is asked for."""
+    """Return the finished.json of a `fedmpi train`, which runs on the first call only."""
     words = shlex.split(command)
     out = root / words[words.index("--out") + 1]
     if not out.exists():
@@ -88,7 +88,7 @@ def test_workers_do_not_change_a_bit(root: Path) -> None:
 
 
 def lines(said: str) -> list[str]:
-    """The lines that examples/python_call.py prints, checked for their form."""
+    """Return the lines that examples/python_call.py prints, after checking their form."""
     found = said.splitlines()
     assert len(found) == 2 and all(re.fullmatch(r"[a-z ]+: accuracy 0\.\d{3}, sha256 [0-9a-f]{64}", f) for f in found)
     return found
@@ -143,7 +143,7 @@ def test_a_process_that_comes_second_leaves_what_is_there(own_dataset: ModuleTyp
     assert list(tmp_path.iterdir()) == [folder]
 
 
-def test_a_rename_that_fails_for_another_reason_is_told(
+def test_a_rename_that_fails_for_another_reason_raises(
     own_dataset: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(old: Path, new: Path) -> None:
@@ -188,11 +188,14 @@ def test_the_notebook_runs_from_the_first_cell_to_the_last(
             if cell["cell_type"] == "code":
                 exec("".join(cell["source"]), space)
         plt.close("all")
-    mean, gma, hard = ([h["test_accuracy"] for h in result.reports] for result in space["results"].values())
-    assert len(mean) == len(gma) == len(hard) == 20
-    assert mean[4] < gma[4] < hard[4], "the masks are faster"
+    fedavg, yogi, gma = ([report["test_accuracy"] for report in r.reports] for r in space["results"].values())
+    assert len(fedavg) == len(yogi) == len(gma) == 20
+    assert yogi[0] < 0.5 < fedavg[0] < gma[0], "with the mask it learns from the first round on"
+    assert fedavg[-1] < yogi[-1] < gma[-1] < max(yogi), "the adaptive rule has the best round, and falls again"
+    assert list(space["history"]["test_accuracy"]) == gma and "<svg" in space["fedavg"]._repr_html_()
     assert [len(line.get_xdata()) for line in space["axes"].get_lines()] == [20, 20, 20]
-    assert capsys.readouterr().out.count("measurements") == 3
+    ratios = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
+    assert len(ratios) == 3 and min(ratios) == ratios[2], "with the mask the marks count least"
     assert not list(tmp_path.iterdir())
 
 
@@ -207,7 +210,7 @@ OURS = [line for line in LINES if line.startswith("fedmpi train --data my_data:"
 
 @pytest.fixture
 def page(tmp_path: Path) -> Iterator[Path]:
-    """A folder with the page's file to work in."""
+    """Return a working folder that holds the page's file."""
     (tmp_path / "my_data.py").write_text("\n\n".join(BLOCKS[:-2]))
     with sandbox() as patch:
         patch.chdir(tmp_path)
@@ -221,7 +224,7 @@ def words(command: str) -> list[str]:
     return shlex.split(command)
 
 
-def test_the_page_has_the_blocks_and_the_commands_that_it_speaks_of() -> None:
+def test_the_page_has_the_blocks_and_commands_it_mentions() -> None:
     assert BLOCKS[0].startswith("# my_data.py") and BLOCKS[-2].startswith("# my_run.py") and len(OURS) == 4
     others = [words(line) for line in LINES if line.startswith(("fedmpi", "python", "torchrun", "mpiexec"))]
     of_examples = [words(c) for name in (*TRAINING, "python_call") for c in commands(name)]
