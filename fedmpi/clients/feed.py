@@ -1,6 +1,6 @@
 """From samples by number to what a model takes, on one rank's device.
 
-`ArrayFeed` has everything in memory: a batch is picked by index, augmented, painted and normalised when it is used.
+`ArrayFeed` has everything in memory: a batch is picked by index, augmented, rendered and normalised when it is used.
 `DatasetFeed` reads a user's map-style Dataset, item by item, in this process or in `workers` others that read ahead.
 What a Dataset's own transforms draw (from torch, numpy or random) is seeded for every item, so that it depends on
 (seed, round, client, batch, sample) and not on the workers.
@@ -69,13 +69,13 @@ class ArrayFeed:
         whole = arrays.goal.whole
         self.y, self.test_y = (t.to(device) if whole else t.to(device, dtype) for t in (arrays.y, arrays.test_y))
         self.augment = make_augment(arrays.augment) if self.kind == "images" else None
-        self.looks = arrays.looks
-        self.look: Tensor | None = None
-        self.test_look: Tensor | None = None
-        if self.looks is not None:
-            assert arrays.look is not None and arrays.test_look is not None, "dress the data first"
-            self.table = self.looks.table.to(device, dtype)
-            self.look, self.test_look = arrays.look.to(device), arrays.test_look.to(device)
+        self.styles = arrays.styles
+        self.style: Tensor | None = None
+        self.test_style: Tensor | None = None
+        if self.styles is not None:
+            assert arrays.style is not None and arrays.test_style is not None, "call assign_styles first"
+            self.table = self.styles.table.to(device, dtype)
+            self.style, self.test_style = arrays.style.to(device), arrays.test_style.to(device)
         if self.kind == "images":
             self.scale, self.shift = (
                 torch.tensor(v, device=device, dtype=dtype).view(1, -1, 1, 1) for v in normalisation(arrays)
@@ -92,7 +92,7 @@ class ArrayFeed:
         raw = self.x[samples]
         if self.augment is not None:
             raw = self.augment(raw, seed)
-        return self.inputs(raw, None if self.look is None else self.look[samples]), self.y[samples]
+        return self.inputs(raw, None if self.style is None else self.style[samples]), self.y[samples]
 
     def ahead(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """The batches with their data, made for several at once: a call of torch costs as much as a small batch. What
@@ -111,27 +111,27 @@ class ArrayFeed:
 
     def test(self, blocks: Sequence[Tensor]) -> Iterator[Pair]:
         """Test samples, block by block."""
-        return self.unchanged(blocks, self.test_x, self.test_y, self.test_look)
+        return self.unchanged(blocks, self.test_x, self.test_y, self.test_style)
 
     def plain(self, blocks: Sequence[Tensor]) -> Iterator[Pair]:
-        """Train samples, painted as their clients have them, block by block."""
-        return self.unchanged(blocks, self.x, self.y, self.look)
+        """Train samples, rendered as their clients have them, block by block."""
+        return self.unchanged(blocks, self.x, self.y, self.style)
 
-    def unchanged(self, blocks: Sequence[Tensor], x: Tensor, y: Tensor, look: Tensor | None) -> Iterator[Pair]:
+    def unchanged(self, blocks: Sequence[Tensor], x: Tensor, y: Tensor, style: Tensor | None) -> Iterator[Pair]:
         """Samples by their index, block by block, as they are."""
         for block in blocks:
             samples = block.to(self.device)
-            yield self.inputs(x[samples], None if look is None else look[samples]), y[samples]
+            yield self.inputs(x[samples], None if style is None else style[samples]), y[samples]
 
-    def inputs(self, raw: Tensor, look: Tensor | None = None) -> Tensor:
-        """Samples as the model takes them: images painted and normalised, tokens as indices."""
+    def inputs(self, raw: Tensor, style: Tensor | None = None) -> Tensor:
+        """Samples as the model takes them: images rendered and normalised, tokens as indices."""
         if self.kind == "sequences":
             return raw.to(torch.int64)
         numbers = raw.to(self.dtype)
         if self.kind == "numbers":
             return numbers
-        if self.looks is not None and look is not None:
-            numbers = self.looks.paint(numbers, self.table[look])
+        if self.styles is not None and style is not None:
+            numbers = self.styles.apply_style(numbers, self.table[style])
         return numbers.mul_(self.scale).add_(self.shift)
 
 

@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fedmpi.data.looks import Looks
 from fedmpi.data.objective import Objective, objective_of
+from fedmpi.data.styles import Styles
 from fedmpi.errors import UserError
 
 Ints = npt.NDArray[np.int64]
@@ -54,11 +54,11 @@ class Arrays:
     """what training does to images: crop:PIXELS and flip, joined by +, or none"""
     note: str = ""
     """what a user should know of where the data come from"""
-    looks: Looks | None = None
+    styles: Styles | None = None
     """how images are coloured or turned, by client or class"""
-    look: Tensor | None = None
-    """which of the looks each train sample has, int64 [n]; given by `looks.dress`"""
-    test_look: Tensor | None = None
+    style: Tensor | None = None
+    """the style of each train sample, int64 [n]; set by `styles.assign_styles`"""
+    test_style: Tensor | None = None
     sha256: str = ""
     """of the file that the tensors come from, where there is one"""
 
@@ -95,7 +95,7 @@ class Arrays:
     def shape(self) -> tuple[int, ...]:
         """What a model gets of one sample."""
         shape = tuple(self.x.shape[1:])
-        return shape if self.looks is None else (self.looks.channels, *shape[1:])
+        return shape if self.styles is None else (self.styles.channels, *shape[1:])
 
     @property
     def offers(self) -> dict[str, Any]:

@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from fedmpi.data.arrays import Arrays, Ints, offers
-from fedmpi.data.looks import Looks
 from fedmpi.data.objective import Objective, objective_of
 from fedmpi.data.store import moments
+from fedmpi.data.styles import Styles
 from fedmpi.errors import UserError, one_line
 from fedmpi.plugins import call_with, import_path
 
@@ -130,8 +130,8 @@ class Datasets:
         return self.objective or objective_of(self.sample[1])
 
     @property
-    def looks(self) -> Looks | None:
-        """Own data have the looks that they have."""
+    def styles(self) -> Styles | None:
+        """Return None: own data are used as they are."""
         return None
 
     @property
