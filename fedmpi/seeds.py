@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 STREAMS = {"model": 0, "cohort": 1, "batches": 2, "torch": 3, "work": 4, "whole": 5, "meta": 6, "tests": 7}
-DATA_STREAMS = {"split": 0x5F117, "holdout": 0x4E7A, "looks": 0x100C5}
+DATA_STREAMS = {"split": 0x5F117, "holdout": 0x4E7A, "styles": 0x100C5}
 ATTACK, AUGMENT = 0xA77AC, 0x5EED_A06
 
 
@@ -34,7 +34,7 @@ def augmentation_seed(seed: int) -> int:
 
 
 def data_generator(seed: int, stream: str, *counters: int) -> np.random.Generator:
-    """Return a fresh numpy generator for what happens to data before training: split, held-out set, looks."""
+    """Return a fresh numpy generator for what happens to data before training: split, held-out set, styles."""
     return np.random.default_rng(np.random.SeedSequence([seed, DATA_STREAMS[stream], *counters]))
 
 

@@ -69,13 +69,13 @@ class ArrayFeed:
         whole = arrays.goal.whole
         self.y, self.test_y = (t.to(device) if whole else t.to(device, dtype) for t in (arrays.y, arrays.test_y))
         self.augment = make_augment(arrays.augment) if self.kind == "images" else None
-        self.looks = arrays.looks
-        self.look: Tensor | None = None
-        self.test_look: Tensor | None = None
-        if self.looks is not None:
-            assert arrays.look is not None and arrays.test_look is not None, "call looks.dress first"
-            self.table = self.looks.table.to(device, dtype)
-            self.look, self.test_look = arrays.look.to(device), arrays.test_look.to(device)
+        self.styles = arrays.styles
+        self.style: Tensor | None = None
+        self.test_style: Tensor | None = None
+        if self.styles is not None:
+            assert arrays.style is not None and arrays.test_style is not None, "call styles.assign_styles first"
+            self.table = self.styles.table.to(device, dtype)
+            self.style, self.test_style = arrays.style.to(device), arrays.test_style.to(device)
         if self.kind == "images":
             self.scale, self.shift = (
                 torch.tensor(v, device=device, dtype=dtype).view(1, -1, 1, 1) for v in normalisation(arrays)
@@ -92,7 +92,7 @@ class ArrayFeed:
         raw = self.x[samples]
         if self.augment is not None:
             raw = self.augment(raw, seed)
-        return self.inputs(raw, None if self.look is None else self.look[samples]), self.y[samples]
+        return self.inputs(raw, None if self.style is None else self.style[samples]), self.y[samples]
 
     def ahead(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the batches with their data, prepared for several at once: the overhead of a torch call is as large as
@@ -112,27 +112,27 @@ class ArrayFeed:
 
     def test(self, blocks: Sequence[Tensor]) -> Iterator[Pair]:
         """Yield blocks of test samples."""
-        return self.unaugmented(blocks, self.test_x, self.test_y, self.test_look)
+        return self.unaugmented(blocks, self.test_x, self.test_y, self.test_style)
 
     def plain(self, blocks: Sequence[Tensor]) -> Iterator[Pair]:
         """Yield blocks of train samples in the colours or angles of their clients."""
-        return self.unaugmented(blocks, self.x, self.y, self.look)
+        return self.unaugmented(blocks, self.x, self.y, self.style)
 
-    def unaugmented(self, blocks: Sequence[Tensor], x: Tensor, y: Tensor, look: Tensor | None) -> Iterator[Pair]:
+    def unaugmented(self, blocks: Sequence[Tensor], x: Tensor, y: Tensor, style: Tensor | None) -> Iterator[Pair]:
         """Yield blocks of samples by index."""
         for block in blocks:
             samples = block.to(self.device)
-            yield self.inputs(x[samples], None if look is None else look[samples]), y[samples]
+            yield self.inputs(x[samples], None if style is None else style[samples]), y[samples]
 
-    def inputs(self, raw: Tensor, look: Tensor | None = None) -> Tensor:
+    def inputs(self, raw: Tensor, style: Tensor | None = None) -> Tensor:
         """Return samples as model inputs: images coloured or turned and normalised, tokens as indices."""
         if self.kind == "sequences":
             return raw.to(torch.int64)
         numbers = raw.to(self.dtype)
         if self.kind == "numbers":
             return numbers
-        if self.looks is not None and look is not None:
-            numbers = self.looks.paint(numbers, self.table[look])
+        if self.styles is not None and style is not None:
+            numbers = self.styles.apply_style(numbers, self.table[style])
         return numbers.mul_(self.scale).add_(self.shift)
 
 

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from ..clients.feed import Seeded
 from ..data import DATASETS, Arrays, Data, Datasets, Ints, Partition, find_data
-from ..data.looks import seen
 from ..data.sets import shakespeare
 from ..data.store import Source, data_root, digest, prepared_files, read_prepared
+from ..data.styles import seen
 from ..errors import UserError, one_line, unknown
 from ..experiments.report.figures.split import Row, View, draw, save
 from ..plugins.knobs import knob

@@ -374,8 +374,9 @@ def data_sizes(data: Data, partition: Partition, ranks_here: int) -> dict[str, S
     sizes = {}
     if isinstance(data, Arrays):
         known = [t for t in vars(data).values() if isinstance(t, Tensor)]
-        size, looks = sum(t.nbytes for t in known), sum(t.nbytes for t in (data.look, data.test_look) if t is not None)
-        shared = size - looks if data.sha256 else 0
+        size = sum(t.nbytes for t in known)
+        styles = sum(t.nbytes for t in (data.style, data.test_style) if t is not None)
+        shared = size - styles if data.sha256 else 0
         sizes["data"] = Size(size, shared + (size - shared) * ranks_here)
     split = partition.offsets.nbytes + partition.sizes.nbytes + partition.order.nbytes
     return sizes | {"split": Size(split, split * ranks_here)}

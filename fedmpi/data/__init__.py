@@ -12,11 +12,11 @@ from pathlib import Path
 
 from fedmpi.data.arrays import Arrays, Data
 from fedmpi.data.holdout import check_weights, hold_out
-from fedmpi.data.looks import dress
 from fedmpi.data.own import Datasets, as_data, load_own
 from fedmpi.data.sets import cifar, femnist, glyphs, ood, shakespeare, tinyimagenet, vision
 from fedmpi.data.splits import SPLITS, Ints, Partition, split
 from fedmpi.data.store import Source
+from fedmpi.data.styles import assign_styles
 from fedmpi.errors import UserError, unknown
 
 __all__ = [
@@ -30,7 +30,7 @@ __all__ = [
     "Partition",
     "as_data",
     "check_weights",
-    "dress",
+    "assign_styles",
     "find_data",
     "hold_out",
     "load",

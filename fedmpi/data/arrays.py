@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fedmpi.data.looks import Looks
 from fedmpi.data.objective import Objective, objective_of
+from fedmpi.data.styles import Styles
 from fedmpi.errors import UserError
 
 Ints = npt.NDArray[np.int64]
@@ -42,7 +42,7 @@ class Data(Protocol):
     def shape(self) -> tuple[int, ...]:
         """Return the shape of one sample as the model gets it."""
     @property
-    def looks(self) -> Looks | None:
+    def styles(self) -> Styles | None:
         """Return how images are coloured or turned."""
     @property
     def offers(self) -> dict[str, Any]:
@@ -101,11 +101,11 @@ class Arrays:
     """augmentation of training images: crop:PIXELS and flip, joined by +, or none"""
     note: str = ""
     """what a user should know about the origin of the data"""
-    looks: Looks | None = None
+    styles: Styles | None = None
     """how images are coloured or turned, by client or class"""
-    look: Tensor | None = None
-    """index into the looks per train sample, int64 [n]; set by `looks.dress`"""
-    test_look: Tensor | None = None
+    style: Tensor | None = None
+    """index into the styles per train sample, int64 [n]; set by `styles.assign_styles`"""
+    test_style: Tensor | None = None
     sha256: str = ""
     """of the file that the tensors were read from, if any"""
 
@@ -147,7 +147,7 @@ class Arrays:
     def shape(self) -> tuple[int, ...]:
         """Return the shape of one sample as the model gets it."""
         shape = tuple(self.x.shape[1:])
-        return shape if self.looks is None else (self.looks.channels, *shape[1:])
+        return shape if self.styles is None else (self.styles.channels, *shape[1:])
 
     @property
     def offers(self) -> dict[str, Any]:

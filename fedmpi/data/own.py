@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from fedmpi.data.arrays import Arrays, Data, Ints, offers
-from fedmpi.data.looks import Looks
 from fedmpi.data.objective import Objective, objective_of
 from fedmpi.data.store import moments
+from fedmpi.data.styles import Styles
 from fedmpi.errors import UserError, one_line
 from fedmpi.plugins import call_with, import_path
 
@@ -127,7 +127,7 @@ class Datasets:
         return self.objective or objective_of(self.sample[1])
 
     @property
-    def looks(self) -> Looks | None:
+    def styles(self) -> Styles | None:
         """Return None: only built-in data are coloured or turned."""
         return None
 

@@ -35,8 +35,8 @@ from ..data import (
     Data,
     Ints,
     Partition,
+    assign_styles,
     check_weights,
-    dress,
     find_data,
     hold_out,
     load,
@@ -312,13 +312,13 @@ def load_data(cfg: Config, given: Data | None = None) -> tuple[Data, Partition, 
         noise=cfg.skew.noise,
         owner=None if data.owners is None else left(data.owners),
         owners=cfg.skew.owners,
-        skewed=data.looks is not None,
+        skewed=data.styles is not None,
     )
     shared = meta if cfg.meta.share else meta[:0]
     order = partition.order if rest is None else rest[partition.order]
     partition = Partition(partition.offsets, order, shared)
     if isinstance(data, Arrays):
-        data = dress(data, partition, cfg.seed)
+        data = assign_styles(data, partition, cfg.seed)
         data = data if cfg.augment is None else replace(data, augment=cfg.augment)
     if cfg.augment not in (None, "none") and data.kind != "images":
         raise UserError(f"--augment is '{cfg.augment}', but '{data.name}' has {data.kind}, not images; use none")

@@ -26,9 +26,9 @@ from fedmpi.commands import data as datacmd
 from fedmpi.commands import main
 from fedmpi.commands.data import LISTED
 from fedmpi.data import Arrays, DataRow, Partition
-from fedmpi.data.looks import Looks
 from fedmpi.data.sets import shakespeare
 from fedmpi.data.store import Source, Tensors, load, prepared_files
+from fedmpi.data.styles import Styles
 from fedmpi.experiments.report.figures.split import BARS, DPI, Row, View, draw
 from fedmpi.runs.build import load_data, prepare
 from fedmpi.runs.config import Config, Skew
@@ -458,13 +458,13 @@ def test_a_client_with_few_samples_shows_them_all(drawn: list[View], capsys: pyt
 def test_images_are_shown_as_the_model_sees_them(
     patch: pytest.MonkeyPatch, drawn: list[View], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Look 0 turns ink red and look 1 green; clients have one each, and the test set has look 2, blue."""
+    """Style 0 turns ink red and style 1 green; clients have one each, and the test set has style 2, blue."""
 
     def paint(grey: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return grey * rows[:, :, None, None]
 
-    looks = Looks(3, torch.eye(3), paint, lambda y, client, n, *_: client % 2, lambda y, _: np.full(len(y), 2))
-    coloured = replace(tiny(), looks=looks, mean=(0.5,) * 3, std=(0.5,) * 3)
+    styles = Styles(3, torch.eye(3), paint, lambda y, client, n, *_: client % 2, lambda y, _: np.full(len(y), 2))
+    coloured = replace(tiny(), styles=styles, mean=(0.5,) * 3, std=(0.5,) * 3)
     patch.setitem(data.DATASETS, "tiny", replace(data.DATASETS["tiny"], load=lambda root: coloured))
     view = view_of(drawn, capsys, "tiny", "--split", "iid", "--clients", "4")
     for row, channel in zip(view.rows, (0, 1, 0, 1, 2), strict=True):

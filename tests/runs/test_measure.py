@@ -34,8 +34,8 @@ from fedmpi.comm import Comm, SoloComm
 from fedmpi.comm.env import Place
 from fedmpi.comm.threads import run_threads
 from fedmpi.data import Arrays, Datasets, Partition
-from fedmpi.data.looks import Looks, tint
 from fedmpi.data.objective import CLASSIFY, NEXT, Objective
+from fedmpi.data.styles import Styles, tint
 from fedmpi.errors import CommonError, UserError
 from fedmpi.flat import Layout, Span
 from fedmpi.local import sgd
@@ -458,12 +458,12 @@ def test_no_more_train_samples_are_scored_than_test_samples(tmp_path: Path) -> N
 
 
 def test_train_samples_are_painted_as_their_clients_have_them() -> None:
-    """Two looks, red and green ink; the samples that are asked for one by one are those of a batch in training."""
+    """Two styles, red and green ink; the samples that are asked for one by one are those of a batch in training."""
     table = torch.tensor([[[255.0, 0, 0], [0, 0, 0]], [[0.0, 255, 0], [0, 0, 0]]])
-    looks = Looks(3, table, tint, lambda y, *_: y % 2, lambda y, _: y * 0)
+    styles = Styles(3, table, tint, lambda y, *_: y % 2, lambda y, _: y * 0)
     grey = tiny()
     arrays = replace(
-        grey, looks=looks, look=grey.y % 2, test_look=grey.test_y * 0, mean=grey.mean * 3, std=grey.std * 3
+        grey, styles=styles, style=grey.y % 2, test_style=grey.test_y * 0, mean=grey.mean * 3, std=grey.std * 3
     )
     feed = make_feed(arrays, CPU)
     ((x, y),) = feed.plain([torch.tensor([0, 1, 2])])

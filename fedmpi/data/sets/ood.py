@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 
 from fedmpi.data.arrays import Arrays
-from fedmpi.data.looks import Ints, Looks, tint, turn
 from fedmpi.data.sets import vision
+from fedmpi.data.styles import Ints, Styles, tint, turn
 
 # Red, green and blue, a hexadecimal digit each, as in style sheets: f63 is 255, 102, 51.
 RED, GREEN, BLACK = "f00", "0f0", "000"
@@ -58,9 +58,9 @@ CLIENT_ANGLES = tuple(angle for angle in range(-90, 91) if angle != 45)
 def cmnist2(root: Path | None = None) -> Arrays:
     """Digits below 5 (class 0, mostly red) and the others (class 1, mostly green)."""
     digits = vision.mnist(root)
-    looks = Looks(3, colour_table([(RED, BLACK), (GREEN, BLACK)]), tint, flip, reverse)
+    styles = Styles(3, colour_table([(RED, BLACK), (GREEN, BLACK)]), tint, flip, reverse)
     y, test_y = ((labels >= 5).long() for labels in (digits.y, digits.test_y))
-    return replace(coloured(digits, "cmnist2", looks), classes=2, y=y, test_y=test_y, strata=digits.y)
+    return replace(coloured(digits, "cmnist2", styles), classes=2, y=y, test_y=test_y, strata=digits.y)
 
 
 def fedcmnist(root: Path | None = None) -> Arrays:
@@ -68,43 +68,43 @@ def fedcmnist(root: Path | None = None) -> Arrays:
     train = [pair for colours in TRAIN_COLOURS for pair in itertools.product(*colours)]
     test = list(itertools.permutations(TEST_COLOURS, 2))
     pairs = len(train) // len(TRAIN_COLOURS)
-    looks = Looks(
+    styles = Styles(
         3,
         colour_table(train + test),
         tint,
         train=lambda labels, client, clients, runs, always: labels * pairs + always.integers(pairs, size=len(labels)),
         test=lambda labels, rng: len(train) + rng.integers(len(test), size=len(labels)),
     )
-    return coloured(vision.mnist(root), "fedcmnist", looks)
+    return coloured(vision.mnist(root), "fedcmnist", styles)
 
 
 def fedrotmnist(root: Path | None = None) -> Arrays:
     """Digits turned by the angle of their class, in the test upright."""
-    looks = Looks(
+    styles = Styles(
         1,
         angle_table([*CLASS_ANGLES, 0]),
         turn,
         train=lambda labels, client, clients, runs, always: labels.copy(),
         test=lambda labels, rng: np.full(len(labels), len(CLASS_ANGLES)),
     )
-    return replace(vision.mnist(root), name="fedrotmnist", looks=looks)
+    return replace(vision.mnist(root), name="fedrotmnist", styles=styles)
 
 
 def fedrotmnist_clients(root: Path | None = None) -> Arrays:
     """Digits turned by the angle of their client, in the test by 45 degrees."""
-    looks = Looks(
+    styles = Styles(
         1,
         angle_table([*CLIENT_ANGLES, 45]),
         turn,
         train=lambda labels, client, clients, runs, always: deal_angles(client, runs),
         test=lambda labels, rng: np.full(len(labels), len(CLIENT_ANGLES)),
     )
-    return replace(vision.mnist(root), name="fedrotmnist-clients", looks=looks)
+    return replace(vision.mnist(root), name="fedrotmnist-clients", styles=styles)
 
 
-def coloured(digits: Arrays, name: str, looks: Looks) -> Arrays:
+def coloured(digits: Arrays, name: str, styles: Styles) -> Arrays:
     """The digits under another name, in colours."""
-    return replace(digits, name=name, looks=looks, mean=(0.5,) * 3, std=(0.5,) * 3)
+    return replace(digits, name=name, styles=styles, mean=(0.5,) * 3, std=(0.5,) * 3)
 
 
 def colour(name: str) -> tuple[int, ...]:
@@ -113,26 +113,26 @@ def colour(name: str) -> tuple[int, ...]:
 
 
 def colour_table(pairs: Iterable[tuple[str, str]]) -> Tensor:
-    """Foreground and background of each look, [looks, 2, 3]."""
+    """Foreground and background of each style, [styles, 2, 3]."""
     return torch.tensor([[colour(name) for name in pair] for pair in pairs], dtype=torch.float32)
 
 
 def angle_table(degrees: Iterable[int]) -> Tensor:
-    """Cosine and sine of the angle of each look, [looks, 2]."""
+    """Cosine and sine of the angle of each style, [styles, 2]."""
     return torch.tensor([(math.cos(angle), math.sin(angle)) for angle in map(math.radians, degrees)])
 
 
 def flip(labels: Ints, client: Ints, clients: int, runs: np.random.Generator, always: np.random.Generator) -> Ints:
-    """The look of the class, or of the other one with the probability of the client."""
+    """The style of the class, or of the other one with the probability of the client."""
     chance = runs.uniform(*FLIPPED, clients + 1)  # the last is for samples that are held out
     return labels ^ (runs.random(len(labels)) < chance[client])
 
 
 def reverse(labels: Ints, rng: np.random.Generator) -> Ints:
-    """The look of the other class, mostly."""
+    """The style of the other class, mostly."""
     return labels ^ (rng.random(len(labels)) < REVERSED)
 
 
 def deal_angles(client: Ints, runs: np.random.Generator) -> Ints:
-    """A look for each client, all different as long as there are enough; beyond that, around and around."""
+    """A style for each client, all different as long as there are enough; beyond that, around and around."""
     return runs.permutation(len(CLIENT_ANGLES))[client % len(CLIENT_ANGLES)]

@@ -18,9 +18,9 @@ from conftest import REPO, need
 from torch import Tensor
 
 from fedmpi.data.arrays import Arrays
-from fedmpi.data.looks import dress, seen, tint, turn
 from fedmpi.data.sets import ood, vision
 from fedmpi.data.splits import Partition, split
+from fedmpi.data.styles import assign_styles, seen, tint, turn
 from fedmpi.errors import UserError
 from fedmpi.runs.build import load_data
 from fedmpi.runs.config import Config, Skew
@@ -74,8 +74,8 @@ def many(arrays: Arrays, n: int) -> Arrays:
 
 
 def dealt(arrays: Arrays, clients: int, seed: int = 0) -> Arrays:
-    """The data, dealt evenly to the clients and dressed."""
-    return dress(arrays, split("iid", arrays.y.numpy(), clients, 0), seed)
+    """The data, dealt evenly to the clients and styled."""
+    return assign_styles(arrays, split("iid", arrays.y.numpy(), clients, 0), seed)
 
 
 def clients_of(arrays: Arrays, clients: int) -> np.ndarray:
@@ -139,8 +139,8 @@ def test_label_skew_of_the_two_classes_goes_by_digit(root: Path) -> None:
 
 def test_a_client_flips_colours_at_its_own_rate(root: Path) -> None:
     data = dealt(many(ood.cmnist2(root), 40_000), 10, seed=3)
-    assert data.look is not None
-    flipped, client = (data.look != data.y).numpy(), clients_of(data, 10)
+    assert data.style is not None
+    flipped, client = (data.style != data.y).numpy(), clients_of(data, 10)
     counts = np.bincount(client, weights=flipped)
     for count in counts:
         low, high = (math.sqrt(4000 * p * (1 - p)) * 5 for p in (0.1, 0.2))
@@ -155,8 +155,8 @@ def test_a_client_flips_colours_at_its_own_rate(root: Path) -> None:
 
 def test_rates_cover_a_tenth_to_a_fifth(root: Path) -> None:
     data = dealt(many(ood.cmnist2(root), 400_000), 200)
-    assert data.look is not None
-    rates = np.bincount(clients_of(data, 200), weights=(data.look != data.y).numpy()) / 2000
+    assert data.style is not None
+    rates = np.bincount(clients_of(data, 200), weights=(data.style != data.y).numpy()) / 2000
     assert rates.mean() == pytest.approx(0.15, abs=0.01)
     assert rates.min() < 0.115 and rates.max() > 0.185
     assert np.histogram(rates, 4, (0.1, 0.2))[0].min() > 25  # 50 expected of a uniform draw
@@ -164,8 +164,8 @@ def test_rates_cover_a_tenth_to_a_fifth(root: Path) -> None:
 
 def test_the_binary_test_is_reversed(root: Path) -> None:
     data = dealt(many(ood.cmnist2(root), 40_000), 10)
-    assert data.test_look is not None
-    assert within(int((data.test_look != data.test_y).sum()), 40_000, 0.9)
+    assert data.test_style is not None
+    assert within(int((data.test_style != data.test_y).sum()), 40_000, 0.9)
     other = dealt(ood.cmnist2(root), 3)
     ink = seen(other, torch.arange(200), test=True)[:, :, 0, 1]
     red = (ink == rgb("f00")).all(1)
@@ -191,15 +191,15 @@ def test_test_colours_are_drawn_from_the_ten_alike(root: Path) -> None:
     images = seen(dealt(many(ood.fedcmnist(root), 1), 1), torch.tensor([0]))
     assert images.shape == (1, 3, 1, 1)
     data = dealt(many(ood.fedcmnist(root), 45_000), 3)
-    assert data.test_look is not None and data.looks is not None
-    pairs, counts = np.unique(data.looks.table[data.test_look].numpy(), axis=0, return_counts=True)
+    assert data.test_style is not None and data.styles is not None
+    pairs, counts = np.unique(data.styles.table[data.test_style].numpy(), axis=0, return_counts=True)
     assert len(pairs) == 90, "every ink on every other paper"
     assert all(within(count, 45_000, 1 / 90) for count in counts)
     assert (pairs[:, 0] != pairs[:, 1]).any(axis=1).all()
     listed = {tuple(colour) for colour in rgb(*ood.TEST_COLOURS).tolist()}
     assert {tuple(colour) for colour in pairs.reshape(-1, 3)} == listed
     for label in range(10):  # and the same for each class
-        mine = data.test_look[data.test_y == label] - 40
+        mine = data.test_style[data.test_y == label] - 40
         assert within(int((mine < 45).sum()), len(mine), 0.5)
 
 
@@ -279,7 +279,7 @@ def test_each_client_has_one_angle_of_its_own_and_the_test_another(root: Path) -
         assert len(np.unique(degrees[client == cid] % 180)) == 1
     held = sorted({int(d) for d in degrees % 180})
     assert held == [d for d in range(180) if d != 45], "all different (90 and -90 look alike in a bar)"
-    assert data.look is not None and len(data.look.unique()) == 180 and int(data.look.max()) == 179
+    assert data.style is not None and len(data.style.unique()) == 180 and int(data.style.max()) == 179
     tests = seen(data, torch.arange(5), test=True)
     assert [slope(image[0]) for image in tests] == pytest.approx([45] * 5, abs=0.5)
 
@@ -287,11 +287,11 @@ def test_each_client_has_one_angle_of_its_own_and_the_test_another(root: Path) -
 @pytest.mark.parametrize("clients", [1, 7, 180, 181, 500])
 def test_angles_are_dealt_evenly(clients: int, root: Path) -> None:
     data = dealt(many(ood.fedrotmnist_clients(root), 2 * clients), clients)
-    assert data.look is not None
-    client, look = clients_of(data, clients), data.look.numpy()
+    assert data.style is not None
+    client, style = clients_of(data, clients), data.style.numpy()
     angle = np.zeros(clients, dtype=np.int64)
-    angle[client] = look
-    assert (angle[client] == look).all(), "one a client"
+    angle[client] = style
+    assert (angle[client] == style).all(), "one a client"
     counts = np.bincount(angle, minlength=180)
     assert len(counts) == 180 and counts.max() - counts.min() <= 1
 
@@ -302,19 +302,19 @@ def test_angles_are_dealt_evenly(clients: int, root: Path) -> None:
 @pytest.mark.parametrize("name", SETS)
 def test_a_sample_gets_the_same_bits_in_any_batch(name: str, root: Path) -> None:
     data = dealt(SETS[name](root), 7)
-    assert data.name == name and data.looks is not None and data.look is not None
-    x, rows = data.x[:500].float(), data.looks.table[data.look[:500]]
-    whole = data.looks.paint(x, rows)
+    assert data.name == name and data.styles is not None and data.style is not None
+    x, rows = data.x[:500].float(), data.styles.table[data.style[:500]]
+    whole = data.styles.apply_style(x, rows)
     assert whole.shape == (500, *data.shape) and whole.dtype == torch.float32
     assert whole.min() >= 0 and whole.max() <= 255 + 1e-3
     for size in (1, 7):
-        parts = [data.looks.paint(a, b) for a, b in zip(x.split(size), rows.split(size), strict=True)]
+        parts = [data.styles.apply_style(a, b) for a, b in zip(x.split(size), rows.split(size), strict=True)]
         assert torch.equal(torch.cat(parts), whole)
     shuffled = torch.randperm(500, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(data.looks.paint(x[shuffled], rows[shuffled]), whole[shuffled])
-    precise = data.looks.paint(x.double(), rows)
+    assert torch.equal(data.styles.apply_style(x[shuffled], rows[shuffled]), whole[shuffled])
+    precise = data.styles.apply_style(x.double(), rows)
     assert precise.dtype == torch.float64 and torch.allclose(precise, whole.double(), atol=1e-2)
-    assert torch.equal(x, data.x[:500].float()), "what is painted is not written to"
+    assert torch.equal(x, data.x[:500].float()), "what is rendered is not written to"
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -324,40 +324,40 @@ def test_looks_are_a_function_of_the_split_and_the_seed(name: str, root: Path) -
     np.random.seed(5)
     torch.manual_seed(5)
     again = dealt(data, 20, seed=1)
-    assert first.look is not None and other.look is not None and again.look is not None
-    assert torch.equal(first.look, again.look) and first.look.dtype == torch.int64
-    assert first.test_look is not None and other.test_look is not None
-    assert torch.equal(first.test_look, other.test_look), "the test set is the same in every run"
+    assert first.style is not None and other.style is not None and again.style is not None
+    assert torch.equal(first.style, again.style) and first.style.dtype == torch.int64
+    assert first.test_style is not None and other.test_style is not None
+    assert torch.equal(first.test_style, other.test_style), "the test set is the same in every run"
     by_client = name in ("cmnist2", "fedrotmnist-clients")
-    assert torch.equal(first.look, other.look) != by_client, "what belongs to clients is drawn anew, the rest is not"
+    assert torch.equal(first.style, other.style) != by_client, "what belongs to clients is drawn anew, the rest is not"
     part = split("iid", data.y.numpy(), 20, 0)
     turned = np.concatenate([part.of(cid)[::-1] for cid in range(20)])
-    stirred = dress(data, Partition(part.offsets, turned), 1).look
-    assert stirred is not None and torch.equal(stirred, first.look), "the order within a client is no matter"
+    stirred = assign_styles(data, Partition(part.offsets, turned), 1).style
+    assert stirred is not None and torch.equal(stirred, first.style), "the order within a client is no matter"
 
 
 @pytest.mark.parametrize("name", SETS)
 def test_held_out_samples_have_looks_as_if_of_one_more_client(name: str, root: Path) -> None:
     data = many(SETS[name](root), 20_000)
     part = Partition(np.array([0, 5000, 10_000]), np.arange(10_000), shared=np.arange(15_000, 20_000))
-    dressed = dress(data, part, 0)
-    assert dressed.look is not None and data.looks is not None
-    held = dressed.look[10_000:]
-    assert 0 <= int(dressed.look.min()) and int(dressed.look.max()) < len(data.looks.table)
+    styled = assign_styles(data, part, 0)
+    assert styled.style is not None and data.styles is not None
+    held = styled.style[10_000:]
+    assert 0 <= int(styled.style.min()) and int(styled.style.max()) < len(data.styles.table)
     if name == "cmnist2":
         assert 0.09 < float((held != data.y[10_000:]).float().mean()) < 0.21
     if name == "fedrotmnist-clients":
-        assert len({*dressed.look[:5000].tolist()}) == len({*held.tolist()}) == 1
-        assert len(dressed.look.unique()) == 3
+        assert len({*styled.style[:5000].tolist()}) == len({*held.tolist()}) == 1
+        assert len(styled.style.unique()) == 3
 
 
 def test_looks_stay_as_they_are(root: Path) -> None:
     digests = {}
     for name, make in SETS.items():
         data = dealt(many(make(root), 3000), 30, seed=7)
-        assert data.looks is not None and data.look is not None and data.test_look is not None
-        table = (data.looks.table * 10_000).round().long()
-        content = b"".join(t.numpy().astype("<i8").tobytes() for t in (table, data.look, data.test_look))
+        assert data.styles is not None and data.style is not None and data.test_style is not None
+        table = (data.styles.table * 10_000).round().long()
+        content = b"".join(t.numpy().astype("<i8").tobytes() for t in (table, data.style, data.test_style))
         digests[name] = hashlib.sha256(content).hexdigest()[:16]
     assert digests == GOLDEN, "a changed digest changes published results: say so in the CHANGELOG"
 
@@ -365,10 +365,10 @@ def test_looks_stay_as_they_are(root: Path) -> None:
 def test_seen_shows_data_without_looks_and_refuses_what_it_cannot_show(root: Path) -> None:
     x, y = torch.arange(12, dtype=torch.uint8).view(3, 1, 2, 2), torch.tensor([0, 1, 0])
     plain = Arrays("plain", 2, x, y, x + 100, y, (0.5,), (0.5,))
-    assert dress(plain, Partition(np.array([0, 3]), np.arange(3)), 0) is plain
+    assert assign_styles(plain, Partition(np.array([0, 3]), np.arange(3)), 0) is plain
     assert seen(plain, torch.tensor([2, 0])).tolist() == x[[2, 0]].tolist()
     assert seen(plain, torch.tensor([1]), test=True).tolist() == (x[[1]] + 100).tolist()
-    with pytest.raises(UserError, match="'cmnist2' has no look .* dress"):
+    with pytest.raises(UserError, match="'cmnist2' has no style .* assign_styles"):
         seen(ood.cmnist2(root), torch.tensor([0]))
     text = Arrays("text", 2, y[:, None], y, y[:, None], y, tokens=2)
     with pytest.raises(UserError, match="'text' has sequences; only images"):
@@ -392,13 +392,13 @@ def test_real_digits_in_colours(mnist: Path) -> None:
     assert int((two.y == 0).sum()) == 5923 + 6742 + 5958 + 6131 + 5842
     assert int((two.test_y == 0).sum()) == 980 + 1135 + 1032 + 1010 + 982
     data = dealt(two, 100, seed=4)
-    assert data.look is not None
-    counts = np.bincount(clients_of(data, 100), weights=(data.look != data.y).numpy())
+    assert data.style is not None
+    counts = np.bincount(clients_of(data, 100), weights=(data.style != data.y).numpy())
     assert all(60 - 5 * 7.4 <= count <= 120 + 5 * 9.8 for count in counts), "600 a client, at 0.1 to 0.2"
-    painted = seen(data, torch.arange(100))
-    channel = data.look[:100]
-    assert torch.equal(painted[torch.arange(100), channel], data.x[:100, 0]), "the ink is in the channel of the look"
-    assert int(painted[:, 2].max()) == 0 and int(painted[torch.arange(100), 1 - channel].max()) == 0
+    rendered = seen(data, torch.arange(100))
+    channel = data.style[:100]
+    assert torch.equal(rendered[torch.arange(100), channel], data.x[:100, 0]), "the ink is in the channel of the style"
+    assert int(rendered[:, 2].max()) == 0 and int(rendered[torch.arange(100), 1 - channel].max()) == 0
     ten = dealt(ood.fedcmnist(mnist), 10)
     assert ten.y.bincount().tolist() == [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
     corner = seen(ten, torch.arange(500))[:, :, 0, 0]  # no digit reaches there
