@@ -25,7 +25,7 @@ from fedmpi.rounds import State
 from fedmpi.runs.checkpoint import Fingerprint, Progress, Saver
 from fedmpi.runs.config import Checkpoint
 
-FINGERPRINT = Fingerprint({}, {})
+FINGERPRINT = Fingerprint({"threads": 1}, {})
 
 
 def work(x: torch.Tensor, seconds: float) -> float:

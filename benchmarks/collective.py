@@ -5,7 +5,7 @@ vector.
     python benchmarks/collective.py --ranks 2 --transport gloo --json
 
 Measured is what a round does between local training and the next model, by the code that does it: from every rank's
-tally to the new whole model on every rank (exchange of sums and votes, mask, statistics, server step, gather).
+sums to the new whole model on every rank (exchange of sums and votes, mask, statistics, server step, gather).
 The all-reduce leaves its result on every rank too. Both are run in turn; each turn gives a ratio of the slowest
 ranks' times, and the median over the turns is printed.
 

@@ -1,8 +1,8 @@
-"""The kinds of failure a user meets, and how they are worded.
+"""The kinds of errors, their exit codes, and helpers to word them.
 
-A `UserError` is the caller's mistake: one sentence that says what was given, what is valid and what to do; the command
-line prints it without a traceback and leaves with exit code 2. A `RunError` is a fault of the run itself (a rank that
-is gone): also one sentence, exit code 1; where all ranks raise it alike, it is a `CommonError`.
+A `UserError` is the caller's mistake: one line that says what was given, what is valid and what to do. The command line
+prints it without a traceback and exits with code 2. A `RunError` is a fault of the run itself (a rank that is gone):
+also one line, exit code 1. If all ranks raise it alike, it is a `CommonError`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import traceback
 from collections.abc import Callable, Iterable
 from typing import TextIO
 
-AGAIN = 75  # the exit code of a run that stopped in good order and wants to be started again (EX_TEMPFAIL)
+AGAIN = 75  # the exit code of a run that stopped in good order and wants to be restarted (EX_TEMPFAIL)
 
 
 class OneLine(Exception):
-    """An error whose message is one line, and harmless to a terminal, whatever was given. A notebook shows that line
-    alone, without the stack that led to it."""
+    """An error whose message is one printable line, whatever was given. A notebook shows that line without a
+    traceback."""
 
     def _render_traceback_(self) -> list[str]:
         """Return the lines that IPython prints."""
@@ -36,27 +36,27 @@ class UserError(OneLine, ValueError):
 
 
 class RunError(OneLine, RuntimeError):
-    """A fault while running, told in one sentence: exit code 1."""
+    """A fault while running: exit code 1."""
 
 
 class CommonError(RunError):
-    """A fault that every rank raises in the same words at the same point, so that all can leave in good order."""
+    """A fault that every rank raises with the same message at the same point, so that all exit in good order."""
 
 
 class FileError(RunError):
-    """A fault of a file that belongs to a run: damaged, or the disk does not hand it over."""
+    """A file of a run that is damaged or cannot be read."""
 
 
 class AgreedError(UserError):
-    """A caller's mistake that every rank has heard of, so that one of them may tell it for all."""
+    """A caller's mistake that every rank knows of, so that rank 0 prints it for all."""
 
 
 MISTAKEN = {errno.ENAMETOOLONG, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EACCES, errno.EPERM}
-MISTAKEN |= {errno.EROFS, errno.EINVAL}  # the path is to blame; of other errors the disk, or the system
+MISTAKEN |= {errno.EROFS, errno.EINVAL}  # another path helps; with other errors it does not
 
 
 def of_path(error: OSError) -> UserError | FileError:
-    """Return the error for a path that the system refuses: a mistake where another path helps, else a fault."""
+    """Return the error for a path that the system refuses: a mistake if another path helps, else a fault."""
     path = "" if error.filename is None else f"'{short_path(str(error.filename))}' "
     if error.errno in MISTAKEN:
         return UserError(f"{path}cannot be used ({reason(error)}); give another path")
@@ -64,7 +64,7 @@ def of_path(error: OSError) -> UserError | FileError:
 
 
 def short_path(path: str) -> str:
-    """Return a path with its middle left out where it is longer than a message should be."""
+    """Return a path, shortened in the middle if it is too long for a message."""
     return path if len(path) <= 200 else f"{path[:100]}...{path[-60:]}"
 
 
@@ -73,22 +73,22 @@ def reason(error: BaseException) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error).split("\n")[0]
 
 
-def complain(sentence: str) -> None:
-    """Say it on standard error, in one piece: several ranks may write."""
-    sys.stderr.write(f"fedmpi: {sentence}\n")
+def complain(message: str) -> None:
+    """Print a message to standard error in one write, as several ranks may print."""
+    sys.stderr.write(f"fedmpi: {message}\n")
     sys.stderr.flush()
 
 
 def silence(stream: TextIO) -> None:
-    """Let what is written to a stream that nobody reads any more go nowhere, or Python complains when it exits."""
+    """Redirect a stream that nobody reads any more to /dev/null, or Python complains at exit."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
 
 
 def unknown(kind: str, given: str, known: Iterable[str], own: bool = False, near: str | None = None) -> UserError:
-    """The error for a name that is not in a table, with what was probably meant: `near`, or else the nearest match
-    where there is one. `own` where a user's own may stand in its place."""
+    """Return the error for a name that is not in a table, with what was probably meant: `near`, or the closest match.
+    `own` says that an import path is valid, too."""
     names = sorted(known)
     near = near or nearest(given, names)
     hint = f"did you mean '{near}'? " if near else ""
@@ -97,7 +97,7 @@ def unknown(kind: str, given: str, known: Iterable[str], own: bool = False, near
 
 
 def nearest(given: str, known: Iterable[str]) -> str | None:
-    """The known name that was probably meant, if any is near enough: 'resnet' does not mean 'lenet'."""
+    """Return the known name that was probably meant, None if none is close: 'resnet' does not mean 'lenet'."""
     names, given = {name.lower(): name for name in known}, given.lower()
     shuffled = (low for low in names if sorted(low) == sorted(given))
     low = next(shuffled, None) or next(iter(difflib.get_close_matches(given, names, n=1, cutoff=0.75)), None)
@@ -114,12 +114,13 @@ def raised(error: BaseException) -> str:
 
 
 def inside_a_package(path: str) -> bool:
-    """Say whether a source file belongs to fedmpi, Python or an installed package, and so not to a user's own code."""
+    """Return whether a source file belongs to fedmpi, Python or an installed package, not to a user's own code."""
     installed = ("site-packages", os.path.dirname(__file__), os.path.dirname(os.__file__))
     return path.startswith("<") or any(place in path for place in installed)
 
 
 def one_line(text: object) -> str:
+    """Return a text on one line, with single spaces."""
     return " ".join(str(text).split())
 
 
@@ -129,7 +130,7 @@ def squeezed(name: str) -> str:
 
 
 def exit_code(work: Callable[[], int]) -> int:
-    """Run a command; where it fails, print the error message and return the exit code that belongs to it."""
+    """Run a command and return its exit code; if it fails, print the error message."""
     try:
         return work()
     except UserError as error:
@@ -141,11 +142,11 @@ def exit_code(work: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         complain("interrupted")
         return 130
-    except BrokenPipeError:  # the reader has left, as in '| head'
+    except BrokenPipeError:  # the reader is gone, as in '| head'
         silence(sys.stdout)
         return 0
     except OSError as error:  # of a path that was given, such as a name that is too long
-        if error.filename is None:  # a fault of our own: let it show its traceback
+        if error.filename is None:  # a bug: show the traceback
             raise
         refused = of_path(error)
         complain(str(refused))

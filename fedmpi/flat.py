@@ -1,4 +1,4 @@
-"""A model as one flat vector: trainable parameters first, float buffers behind them.
+"""A model as one flat vector: trainable parameters first, then float buffers.
 
     N  the whole vector, padded so that every rank owns a slice of the same length
     P  the trainable parameters: what is trained, masked and moved by the server's rule
@@ -6,8 +6,8 @@
     L..N  padding, always zero
 
 `bind` makes the model's tensors views of such a vector, so that a step on the vector is a step of the model and
-nothing is copied. Integer buffers (BatchNorm's step counter) are few: they travel beside the vector and take the
-maximum over clients.
+nothing is copied. Integer buffers (BatchNorm's step counter) are few: they travel next to the vector, and the maximum
+over the clients counts.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Span:
     channels_last: bool
 
     def view(self, x: Tensor) -> Tensor:
-        """The tensor as a view of the vector; a convolution's weight with channels innermost where the layout says
-        so."""
+        """Return the tensor as a view of the vector, a convolution's weight with channels innermost if
+        `channels_last`."""
         flat = x[self.start : self.start + self.shape.numel()]
         if not self.channels_last:
             return flat.view(self.shape)
@@ -41,7 +41,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Layout:
-    """The map of a model's vector: `params` and `rest` elements, and the names of its integer buffers."""
+    """Where the tensors of a model lie in its vector, how many elements are trained, and its integer buffers."""
 
     spans: tuple[Span, ...]
     params: int
@@ -49,12 +49,12 @@ class Layout:
     ints: tuple[str, ...]
 
     def padded(self, ranks: int) -> int:
-        """The length N: the next multiple of the number of ranks."""
+        """Return the length N: the next multiple of the number of ranks."""
         return -(-self.length // ranks) * ranks
 
 
 def layout_of(model: nn.Module, channels_last: bool = False, dtype: torch.dtype = torch.float32) -> Layout:
-    """The layout of a model: trainable parameters, then frozen ones and float buffers, in the model's own order."""
+    """Return the layout of a model: trainable parameters, then frozen ones and float buffers, in the model's order."""
     params: dict[str, Tensor] = dict(model.named_parameters())
     buffers = dict(model.named_buffers())
     trained = {k: p for k, p in params.items() if p.requires_grad}
@@ -84,14 +84,14 @@ def bind(model: nn.Module, layout: Layout, x: Tensor) -> None:
 
 
 def read_ints(model: nn.Module, layout: Layout) -> Tensor:
-    """The model's integer buffers, one after another, as int64 on the CPU."""
+    """Return the model's integer buffers, one after another, as int64 on the CPU."""
     buffers = dict(model.named_buffers())
     parts = [buffers[name].reshape(-1).to("cpu", torch.int64) for name in layout.ints]
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
 
 
 def write_ints(model: nn.Module, layout: Layout, ints: Tensor) -> None:
-    """Put integer buffers back into the model."""
+    """Write integer buffers back into the model."""
     buffers, at = dict(model.named_buffers()), 0
     for name in layout.ints:
         buffer = buffers[name]

@@ -17,7 +17,7 @@ from .errors import CommonError
 
 
 class MetaSet(Protocol):
-    """The held-out set, as the meta step needs it: see `rounds.Clients`."""
+    """What the meta step needs of `rounds.Clients`."""
 
     @property
     def meta_size(self) -> int: ...
@@ -30,8 +30,8 @@ def take_meta_step(
 ) -> None:
     """Move the model in place. Collective.
 
-    The set is cut into blocks that go round the ranks, and their gradients are summed exactly: the same bits on any
-    number of ranks.
+    The set is cut into blocks that are dealt to the ranks in turn, and their gradients are summed exactly: the same
+    bits on any number of ranks.
     """
     sums.reset(data.meta_size)
     bad = torch.zeros(1, dtype=torch.int64)
@@ -51,7 +51,7 @@ def take_meta_step(
             "diverged; lower --meta.lr, --server.lr or --local.lr"
         )
     comm.exchange(*sums.rows)
-    for part in averaged(comm, sums, params, sums.total):
-        if part.start < params:
-            model_N[part.start : part.stop].sub_(part.mean.mul_(step.lr))
+    for averages in averaged(comm, sums, params, sums.total):
+        if averages.start < params:
+            model_N[averages.start : averages.stop].sub_(averages.mean.mul_(step.lr))
     comm.gather(model_N)

@@ -1,18 +1,18 @@
 """One round, top to bottom, and the loop. Every rank runs the same code and no rank is special.
 
     sample    who trains, from (seed, round): no message
-    train     this rank's clients, from the model; each update is added to the sums and forgotten
+    train     this rank's clients, starting from the model; each update is added to the sums and forgotten
     agree     who delivered, with what weight: a few numbers
     exchange  the sums for this rank's slice: deltas and votes
     step      mask and server's step on this rank's slice, tile by tile
     gather    the slices become the whole model on every rank
-    meta      where the algorithm has a meta step: one more gradient, over all ranks, and one more step
+    meta      if the algorithm has a meta step: one more gradient, over all ranks, and one more step
 
-What else a client rule asks for goes along: further vectors that are summed in the same exchange (channels), vectors
-that all clients read (`State.shared`), and what each client keeps for its next round (`State.memory`).
+A client rule may ask for more: further vectors that are summed in the same exchange (channels), vectors that all
+clients read (`State.shared`), and vectors that a client keeps for its next round (`State.memory`).
 
-A client that raises or whose update cannot be averaged is left out, logged and renormalised away; a round with fewer
-than `min_clients` fails on every rank with the same message, before the model is touched.
+A client that raises, or whose update cannot be averaged, is logged and left out, and the weights are renormalised. A
+round with fewer than `min_clients` fails on every rank with the same message, before the model is touched.
 
 N: the full padded vector.  S: the slice this rank owns.  P: the trainable parameters.
 """
@@ -44,8 +44,8 @@ from .meta import take_meta_step
 
 @dataclass(frozen=True)
 class State:
-    """What outlives a round. It is whole between rounds; its tensors are the live ones that the next round moves, so
-    copy what you want to keep."""
+    """What outlives a round. It is consistent between rounds. The next round moves its tensors in place, so copy what
+    you want to keep."""
 
     round: int
     """rounds done"""
@@ -60,8 +60,8 @@ class State:
     memory: Memory = field(default_factory=Memory)
     """what this rank's home clients have kept (SCAFFOLD's c_n)"""
     unsent: dict[str, Tensor] = field(default_factory=dict)
-    """with `--wire bf16`, this rank's rounding errors: `sums` for every slice, as a part of the mean, and `model` for
-    its own slice"""
+    """with `--wire bf16`, this rank's rounding errors: `sums` of every slice, in units of the mean, and `model` of its
+    own slice"""
 
     def vectors(self, comm: Comm) -> dict[str, Tensor]:
         """Return this rank's part of every vector by its name in a checkpoint, as views."""
@@ -73,7 +73,7 @@ class State:
 
 @dataclass(frozen=True)
 class Plan:
-    """How rounds are run, whatever the algorithm."""
+    """How rounds are run, with any algorithm."""
 
     seed: int
     rounds: int
@@ -98,10 +98,9 @@ class Report:
     """what the ranks sent each other; 0 on one rank"""
     seconds: dict[str, float]
     client_bytes_up: int | None = None
-    """what the clients of the round upload to a server, summed, wherever they are hosted (`traffic`); None in records
-    of older versions"""
+    """what the clients of the round would upload to a server (`traffic`); None in records of older versions"""
     client_bytes_down: int | None = None
-    """what they download, summed"""
+    """what they would download"""
     test_metric: float | None = None
     """the objective's metric on the test set, in rounds that are evaluated"""
     test_loss: float | None = None
@@ -112,7 +111,7 @@ class Report:
 
     @property
     def test_accuracy(self) -> float | None:
-        """The test metric where that is the accuracy."""
+        """Return the test metric if it is the accuracy."""
         return self.test_metric if self.metric == "accuracy" else None
 
 
@@ -137,7 +136,7 @@ class Clients(Protocol):
         """Return the model before the first round: the padded vector and the integer buffers."""
 
     def train(self, cids: Sequence[int], state: State, rule: LocalRule, work: Work) -> Iterator[Update]:
-        """Train clients, in the round after `state`; yield what each brings back. A client that fails is left out."""
+        """Train clients in the round after `state` and yield their updates. A client that fails is left out."""
 
     def meta_gradient(self, model_N: Tensor, ints: Tensor, block: slice, round: int) -> Tensor:
         """Return the gradient of the mean loss on a block of the meta set."""
@@ -147,25 +146,24 @@ class Observer(Protocol):
     """A measurement inside the round."""
 
     def on_tile(self, tile: Tile, mask: Tensor, clients: int) -> None:
-        """Look at a tile before the server's step; `tile.votes` are absolute by now."""
+        """Read a tile before the server's step; `tile.votes` are absolute values here."""
 
 
 class Stats:
-    """Counts over this rank's slice, on its device: elements with mask 1, and the sum of |votes|. Whole numbers in
+    """Counts over this rank's slice, on its device: elements with mask 1, and the sum of |votes|; integers in
     float64."""
 
     def __init__(self, device: torch.device) -> None:
         self.kept, self.votes = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(2))
 
     def count(self, tile: Tile, mask: Tensor) -> None:
-        """Count a tile; its votes are absolute afterwards: nothing reads their signs any more."""
+        """Count a tile; this makes its votes absolute, as nothing reads their signs any more."""
         self.kept.add_(mask.floor().sum())
         self.votes.add_(add_votes(tile.votes.abs_()))
 
 
 def add_votes(sizes_S: Tensor) -> Tensor:
-    """Return the sum of |votes| of a tile; small ones via float32, which is exact here (2**17 * 127 < 2**24) and
-    quicker."""
+    """Return the sum of |votes| of a tile; int8 votes via float32, which is faster and exact (2**17 * 127 < 2**24)."""
     return sizes_S.float().sum() if sizes_S.dtype == torch.int8 else sizes_S.sum(dtype=torch.int64)
 
 
@@ -196,7 +194,7 @@ def begin(
 
 
 def make_sums(plan: Plan, algorithm: Algorithm, clients: Clients, comm: Comm, model_N: Tensor) -> Sums:
-    """Return what a rank accumulates in a round. Collective; made once."""
+    """Return the sums of a rank, which every round uses again. Collective."""
     return Sums(
         comm,
         clients.layout,
@@ -220,12 +218,12 @@ def rounds(
     while state.round < plan.rounds:
         try:
             state, report = run_round(state, plan, algorithm, clients, comm, sums, observers)
-        except UserError as error:  # of a plug-in rule or mask: perhaps on this rank alone
+        except UserError as error:  # of a plug-in rule or mask, perhaps on this rank only
             raise RunError(f"round {state.round + 1}: {error}") from error
         yield state, report
 
 
-@torch.no_grad()  # a job's gradients switch it on; a rule's own arithmetic must not leave a graph in the sums
+@torch.no_grad()  # a job switches gradients on; a rule's own arithmetic must leave no graph in the sums
 def run_round(
     state: State,
     plan: Plan,
@@ -281,7 +279,7 @@ def move_model(
 
 
 def traffic(rule: LocalRule, layout: Layout, totals: Totals) -> tuple[int, int]:
-    """Return the bytes that the clients of a round upload and download: what a server and devices would exchange.
+    """Return the bytes that the clients of a round would upload to a server and download from it.
 
     Every client drawn downloads the model with its buffers, in float32, and the vectors that all clients read. One that
     delivers uploads its delta, buffers included, and a vector per channel. Votes and squares are functions of a delta,
@@ -294,7 +292,7 @@ def traffic(rule: LocalRule, layout: Layout, totals: Totals) -> tuple[int, int]:
 
 
 def summarise(state: State, stats: Stats, totals: Totals, sums: Sums, comm: Comm) -> Report:
-    """Return the report of a round, over all ranks; raise an error on all of them where the model is not finite on one.
+    """Return the report of a round over all ranks; raise an error on all of them if the model is not finite on one.
     Collective."""
     sound = bool(comm.own(state.model_N).sum().isfinite()) and bool(stats.kept.isfinite())
     kept_here = int(stats.kept) if sound else 0

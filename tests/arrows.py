@@ -1,6 +1,6 @@
-"""The arrows between the rooms of fedmpi: which may import which, and the chart of them in docs/design.md.
+"""The arrows between the rooms of fedmpi and what one must read for a round, as docs/design.md shows them.
 
-    python -m tests.arrows     writes the chart anew
+python -m tests.arrows     rewrites the chart and the table
 """
 
 from __future__ import annotations
@@ -45,6 +45,50 @@ ALLOWED: dict[str, set[str]] = {
 """room -> the rooms it may import, lowest first; a room is a module or a package at the top level of fedmpi"""
 
 
+READING: dict[str, tuple[str, ...]] = {
+    "rounds.py": (),
+    "cohort.py": ("Work", "Cohort", "draw", "load", "place"),
+    "local/sgd.py": (),
+    "local/descent.py": ("Descent", "Stepped", "clipping"),
+    "local/job.py": ("Job", "LocalResult", "LocalRule"),
+    "local/update.py": (),
+    "masks.py": ("Mask", "quorum", "reached", "gma"),
+    "server.py": ("ServerRule", "sgd"),
+    "algorithms.py": ("Algorithm", "Row"),
+    "flat.py": (),
+    "aggregate/mean.py": (),
+    "aggregate/sums.py": (),
+    "aggregate/exchange.py": (),
+    "aggregate/tiling.py": (),
+    "aggregate/clock.py": (),
+    "comm/base.py": ("Rows", "Comm"),
+}
+"""what one must read for a round of FedAvg with GMA: file -> its header and these definitions; () is all of it"""
+MOST_LINES = 1800
+BEGIN_READING, END_READING = "<!-- reading: python -m tests.arrows -->\n", "<!-- end of reading -->\n"
+
+
+def lines_to_read(file: str) -> int:
+    """Return the number of lines of a file's row in the table."""
+    text = (PACKAGE / file).read_text(encoding="utf-8")
+    if not READING[file]:
+        return len(text.splitlines())
+    header, *body = ast.parse(text).body
+    found = {node.name: node for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    assert set(READING[file]) <= set(found), f"{file} has no {set(READING[file]) - set(found)}"
+    return sum((node.end_lineno or 0) - node.lineno + 1 for node in [header, *(found[name] for name in READING[file])])
+
+
+def table() -> str:
+    """Return the table of what one must read for a round."""
+    rows = ["| file | what | lines |", "| --- | --- | --- |"]
+    for file, names in READING.items():
+        what = ", ".join(f"`{name}`" for name in names) or "all of it"
+        rows.append(f"| `{file}` | {what} | {lines_to_read(file)} |")
+    rows.append(f"| together | | {sum(map(lines_to_read, READING)):,} |")
+    return "\n".join(rows) + "\n"
+
+
 def rooms() -> set[str]:
     """Return the modules and packages at the top level."""
     found = [path for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
@@ -81,10 +125,20 @@ def chart() -> str:
 
 
 def with_chart(page: str) -> str:
-    """Return a page with the chart between its marks made anew."""
-    before, _, rest = page.partition(BEGIN)
-    return before + BEGIN + chart() + END + rest.partition(END)[2]
+    """Return a page with a new chart between its marks."""
+    return between(page, BEGIN, chart(), END)
+
+
+def with_table(page: str) -> str:
+    """Return a page with a new table between its marks."""
+    return between(page, BEGIN_READING, table(), END_READING)
+
+
+def between(page: str, begin: str, text: str, end: str) -> str:
+    """Return a page with another text between two marks."""
+    before, _, rest = page.partition(begin)
+    return before + begin + text + end + rest.partition(end)[2]
 
 
 if __name__ == "__main__":
-    DESIGN.write_text(with_chart(DESIGN.read_text(encoding="utf-8")), encoding="utf-8")
+    DESIGN.write_text(with_table(with_chart(DESIGN.read_text(encoding="utf-8"))), encoding="utf-8")

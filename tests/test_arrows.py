@@ -1,9 +1,11 @@
-"""The rooms of fedmpi import downwards only, and the chart in docs/design.md shows the real imports."""
+"""The rooms of fedmpi import downwards only, a round is short enough to be read, and docs/design.md shows both."""
 
 from __future__ import annotations
 
+import re
+
 import pytest
-from arrows import ALLOWED, DESIGN, PACKAGE, imports, rooms, with_chart
+from arrows import ALLOWED, DESIGN, MOST_LINES, PACKAGE, READING, imports, lines_to_read, rooms, with_chart
 
 UPWARD: dict[str, set[str]] = {
     "runs": {"experiments"},
@@ -28,3 +30,15 @@ def test_a_room_imports_downwards_only(room: str) -> None:
 def test_the_chart_in_the_design_is_that_of_the_code() -> None:
     page = DESIGN.read_text(encoding="utf-8")
     assert with_chart(page) == page, "write it with: python -m tests.arrows"
+
+
+def test_a_round_can_be_read_in_so_many_lines() -> None:
+    assert sum(map(lines_to_read, READING)) <= MOST_LINES
+
+
+def test_the_table_in_the_design_is_that_of_the_code() -> None:
+    """Up to a few lines: not every edit has to rewrite it."""
+    rows = re.findall(r"^\| `([\w/]+\.py)` \| .* \| (\d+) \|$", DESIGN.read_text(encoding="utf-8"), re.MULTILINE)
+    assert [file for file, _ in rows] == list(READING), "write it with: python -m tests.arrows"
+    off = {file: int(lines) - lines_to_read(file) for file, lines in rows}
+    assert all(abs(lines) <= 20 for lines in off.values()), f"write it with: python -m tests.arrows; off by {off}"

@@ -49,7 +49,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def bound(model: nn.Module, channels_last: bool = False, ranks: int = 1) -> tuple[Layout, Tensor]:
-    """The layout of a model, and the vector that it now lives in."""
+    """The layout of a model, and the vector that it is bound to."""
     layout = layout_of(model, channels_last)
     x = torch.zeros(layout.padded(ranks))
     bind(model, layout, x)
@@ -144,7 +144,7 @@ def test_channels_last_weights_lie_with_channels_innermost() -> None:
     assert x[span.start : span.start + 6].tolist() == model.conv2.weight[0, :, 0, 0].tolist()
 
 
-def test_buffers_lie_behind_the_parameters_and_counters_beside() -> None:
+def test_buffers_follow_the_parameters_and_counters_are_apart() -> None:
     layout = layout_of(normed())
     assert [span.name for span in layout.spans if span.start >= layout.params] == ["1.running_mean", "1.running_var"]
     assert layout.ints == ("1.num_batches_tracked",)
@@ -160,7 +160,7 @@ def test_running_statistics_move_in_the_vector() -> None:
     assert not torch.equal(x[layout.params :], before[layout.params :])
 
 
-def test_frozen_parameters_lie_behind_the_trained_ones() -> None:
+def test_frozen_parameters_follow_the_trained_ones() -> None:
     model = frozen()
     layout, x = bound(model)
     assert [span.name for span in layout.spans] == ["3.weight", "3.bias", "1.weight", "1.bias"]

@@ -101,9 +101,9 @@ def test_the_models_buffers_are_left_alone() -> None:
     algo = algorithm("mean", local=moving(0.0), meta=MetaStep(lr=0.5, batch=4))
     for size in (1, 3):
         states, _ = federate(size, algo, plan(rounds=2), meta=META)
-        behind = slice(task.layout.params, task.layout.length)
-        assert torch.equal(states[0].model_N[behind], start_N[behind]) and torch.equal(states[0].ints, ints)
-        assert not torch.equal(states[0].model_N[: behind.start], start_N[: behind.start])
+        buffers = slice(task.layout.params, task.layout.length)
+        assert torch.equal(states[0].model_N[buffers], start_N[buffers]) and torch.equal(states[0].ints, ints)
+        assert not torch.equal(states[0].model_N[: buffers.start], start_N[: buffers.start])
 
 
 def test_its_learning_rate_scales_the_step() -> None:
@@ -117,8 +117,8 @@ def test_its_learning_rate_scales_the_step() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("spoil", ["nan", "huge"])
-def test_a_diverged_model_fails_on_every_rank_with_the_same_sentence(size: int, spoil: str) -> None:
-    """Two blocks of the set: on three ranks one has none, and is told all the same."""
+def test_a_diverged_model_fails_on_every_rank_with_the_same_message(size: int, spoil: str) -> None:
+    """Two blocks of the set: on three ranks one has none, and raises all the same."""
     ours = tasks(size, plain_model, META)
     algo = algorithm(meta=MetaStep(lr=0.1, batch=12))
 
@@ -131,9 +131,9 @@ def test_a_diverged_model_fails_on_every_rank_with_the_same_sentence(size: int, 
             task.feed.scale.mul_(1e9)  # a gradient is as large as the images are
         before = state.model_N.clone()
         sums = make_sums(plan(), algo, task, comm, state.model_N)
-        with pytest.raises(CommonError) as told:
+        with pytest.raises(CommonError) as caught:
             take_meta_step(state.model_N, state.ints, 7, algo.meta, task, sums.meta, comm, task.layout.params)
-        return str(told.value), torch.equal(before.nan_to_num(), state.model_N.nan_to_num())
+        return str(caught.value), torch.equal(before.nan_to_num(), state.model_N.nan_to_num())
 
     results = run_threads(size, work)
     assert results == [results[0]] * size
@@ -291,7 +291,7 @@ def test_a_meta_step_is_timed_and_shown_and_other_runs_do_not_mention_it(
 
 
 @pytest.mark.parametrize(
-    ("name", "meta", "sentence"),
+    ("name", "meta", "message"),
     [
         ("fedmeta", {"size": 200}, "--meta.size is 200 but there are only 200 samples; leave some for the clients"),
         ("fedshare", {"size": 0}, "--meta.share is true but --meta.size is 0; give the number of samples to hold out"),
@@ -311,13 +311,13 @@ def test_a_meta_step_is_timed_and_shown_and_other_runs_do_not_mention_it(
     ],
 )
 def test_a_set_that_cannot_be_had_or_is_not_used_is_refused_before_there_is_a_folder(
-    tmp_path: Path, name: str, meta: dict[str, Any], sentence: str
+    tmp_path: Path, name: str, meta: dict[str, Any], message: str
 ) -> None:
     out = tmp_path / "run"
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as caught:
         train(config(name, out, **meta))
-    start, dots, _ = sentence.partition("...")
-    assert str(told.value) == sentence or (dots and str(told.value).startswith(start))
+    start, dots, _ = message.partition("...")
+    assert str(caught.value) == message or (dots and str(caught.value).startswith(start))
     assert not out.exists()
 
 

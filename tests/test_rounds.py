@@ -10,6 +10,7 @@ import torch
 from federation import SIZES, algorithm, federate, norm_model, plain_model, plan, tasks
 from torch import Tensor
 
+from fedmpi.aggregate import mean as plain
 from fedmpi.aggregate.sums import Accumulator, largest
 from fedmpi.clients.task import ModelJob, Task
 from fedmpi.clients.training import Start
@@ -88,7 +89,7 @@ def test_float32_sends_no_votes_where_every_rank_has_one_client() -> None:
 
 
 def by_hand(mask: str, tau: float, without: int | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The first round done in one place: every client trained but one, plain mean, votes counted, the paper's mask."""
+    """Return model, agreement and start of the first round by the plain definition: mean, votes, the paper's mask."""
     task = tasks(1)[0]
     start_N, ints = task.start()
     how = plan()
@@ -97,12 +98,11 @@ def by_hand(mask: str, tau: float, without: int | None = None) -> tuple[torch.Te
     for cid, samples in zip(cohort.cids, cohort.weights, strict=True):
         if cid != without:
             job = task.job(Start(start_N, ints, 1, cid, how.work))
-            deltas.append(job.finish(sgd(0.05, 0.9)(job)).delta_N.clone().double())
+            deltas.append(job.finish(sgd(0.05, 0.9)(job)).delta_N.clone())
             sizes.append(samples)
-    weights = torch.tensor(sizes, dtype=torch.float64)
-    mean = (torch.stack(deltas) * weights[:, None]).sum(0) / weights.sum()
-    agreement = torch.stack(deltas).sign().mean(0).abs()
-    square = (torch.stack(deltas).square() * weights[:, None]).sum(0) / weights.sum()
+    mean = plain.mean(deltas, sizes, cohort.total).double()
+    square = plain.mean_square(deltas, sizes, cohort.total).double()
+    agreement = plain.votes(deltas).abs() / len(deltas)
     spread = ((square - mean.square()) / square.clamp_min(1e-30)).clamp_min(1e-30)
     keep = {
         "gma": torch.where(agreement >= tau, 1.0, agreement),
@@ -152,14 +152,14 @@ def test_the_largest_integers_count_whoever_has_them() -> None:
 
 
 @pytest.mark.parametrize("server", RULES)
-def test_pieces_of_a_slice_move_with_their_own_moments(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_of_a_slice_move_with_their_own_moments(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     algo = algorithm("gma", server, lr=0.1, momentum=0.5)
     whole, _ = federate(2, algo)
     monkeypatch.setattr("fedmpi.aggregate.exchange.TILE", 4)
-    pieces, _ = federate(2, algo)
-    assert bits(pieces[0].model_N) == bits(whole[0].model_N)
+    tiles, _ = federate(2, algo)
+    assert bits(tiles[0].model_N) == bits(whole[0].model_N)
     for name, moment in whole[0].moments.items():
-        assert torch.equal(moment, pieces[0].moments[name])
+        assert torch.equal(moment, tiles[0].moments[name])
 
 
 def test_a_rule_is_told_the_number_of_the_round() -> None:
@@ -182,9 +182,9 @@ def spoiled(kind: str, victims: set[int]) -> LocalRule:
     """Local SGD that goes wrong for some clients."""
     good = sgd(0.05, 0.9)
 
-    def run(job: Job) -> LocalResult:
+    def run(job: ModelJob) -> LocalResult:
         result = good(job)
-        if job.cid in victims:  # type: ignore[attr-defined]
+        if job.cid in victims:
             if kind == "raises":
                 raise MemoryError("out of memory, as a test")
             result.delta_P[0] = {"nan": float("nan"), "inf": float("inf"), "huge": 1e30}[kind]
@@ -213,7 +213,7 @@ def test_an_unusable_client_is_left_out_named_and_renormalised_away(
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_too_few_usable_clients_fail_on_every_rank_with_the_same_sentence(size: int) -> None:
+def test_too_few_usable_clients_fail_on_every_rank_with_the_same_message(size: int) -> None:
     ours = tasks(size)
     cohort = draw(11, 1, ours[0].partition.sizes, 5, 1)
     algo = algorithm(local=spoiled("nan", set(cohort.cids[:3])))
@@ -221,9 +221,9 @@ def test_too_few_usable_clients_fail_on_every_rank_with_the_same_sentence(size: 
     def work(comm: Comm) -> tuple[str, bool]:
         state = begin(ours[comm.rank], algo, comm)
         before = state.model_N.clone()
-        with pytest.raises(RunError) as told:
+        with pytest.raises(RunError) as caught:
             next(rounds(state, plan(min_clients=3), algo, ours[comm.rank], comm))
-        return str(told.value), torch.equal(state.model_N, before)
+        return str(caught.value), torch.equal(state.model_N, before)
 
     results = run_threads(size, work)
     assert len(set(results)) == 1 and results[0][1], "the model is not touched"
@@ -257,8 +257,8 @@ def test_no_rank_ever_receives_a_full_tensor_of_sums_or_votes(monkeypatch: pytes
         assert large == [padded // size] * (size * (size - 1)), "one slice from each of the others, and nothing else"
 
 
-def test_the_tally_is_all_that_a_rank_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory does not grow with the clients: one delta buffer a rank is used for all of them."""
+def test_the_sums_are_all_that_a_rank_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory does not grow with the clients: one delta buffer per rank is used for all of them."""
     seen: set[int] = set()
     add = Accumulator.add
     monkeypatch.setattr(
@@ -345,7 +345,7 @@ def test_float32_in_processes_with_votes_read_off_the_sums(gloo) -> None:
 def test_an_error_while_folding_ends_the_run_and_is_not_taken_for_a_clients(
     size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half a delta in the sums could not be taken back: to go on without the client would be silently wrong."""
+    """Half a delta in the sums could not be taken back: to continue without the client would be silently wrong."""
 
     def fold(self: Accumulator, *args: object) -> None:
         raise MemoryError("in the middle of a fold, as a test")
@@ -370,11 +370,11 @@ def moved_by(size: float, victims: set[int], buffer: bool = False) -> LocalRule:
     """Local SGD, but some clients move one parameter (or a buffer of the model) that far."""
     good = sgd(0.05, 0.9)
 
-    def run(job: Job) -> LocalResult:
+    def run(job: ModelJob) -> LocalResult:
         result = good(job)
-        if job.cid in victims:  # type: ignore[attr-defined]
+        if job.cid in victims:
             if buffer:
-                job.task.x_N[PARAMS] = job.start_N[PARAMS] + size  # type: ignore[attr-defined]
+                job.task.x_N[PARAMS] = job.start_N[PARAMS] + size
             else:
                 result.delta_P[0] = size
         return result
@@ -427,8 +427,8 @@ def pattern(cid: int) -> torch.Tensor:
 def sending(victim: int | None = None, spoil: str = "delta") -> LocalRule:
     """Clients that stay where they are and send a pattern through a channel of each kind; one of them fails."""
 
-    def run(job: Job) -> LocalResult:
-        cid = job.cid  # type: ignore[attr-defined]
+    def run(job: ModelJob) -> LocalResult:
+        cid = job.cid
         sends = {"drift": pattern(cid), "news": pattern(cid) * 2}
         result = LocalResult(job.delta_P.zero_(), sends=sends)
         if cid == victim:
@@ -495,7 +495,7 @@ def test_a_channel_costs_8_bytes_an_element_and_its_shared_vector_4_more() -> No
 
 
 @pytest.mark.parametrize(
-    ("given", "sentence"),
+    ("given", "message"),
     [
         ({"sends": {}}, "it sends [], but its rule declares ['news']"),
         ({"sends": {"news": 0, "more": 0}}, "it sends ['more', 'news'], but its rule declares ['news']"),
@@ -507,17 +507,17 @@ def test_a_channel_costs_8_bytes_an_element_and_its_shared_vector_4_more() -> No
     ],
 )
 def test_a_client_that_delivers_other_than_its_rule_declares_is_left_out(
-    given: dict, sentence: str, caplog: pytest.LogCaptureFixture
+    given: dict[str, dict[str, float | str]], message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A vector of another length than the parameters' cannot be averaged with the others."""
     lengths = {"short": PARAMS - 1, "long": 2 * LENGTH}
 
-    def vector(what: object) -> torch.Tensor:
-        return torch.zeros(lengths[what]) if isinstance(what, str) else torch.full((PARAMS,), float(what))  # type: ignore[arg-type]
+    def vector(what: float | str) -> torch.Tensor:
+        return torch.zeros(lengths[what]) if isinstance(what, str) else torch.full((PARAMS,), float(what))
 
-    def run(job: Job) -> LocalResult:
+    def run(job: ModelJob) -> LocalResult:
         sound = {"sends": {"news": 1.0}, "keeps": {}}
-        parts = sound | given if job.cid == FIRST.cids[2] else sound  # type: ignore[attr-defined]
+        parts = sound | given if job.cid == FIRST.cids[2] else sound
         vectors = {kind: {name: vector(v) for name, v in some.items()} for kind, some in parts.items()}
         return LocalResult(job.delta_P.zero_(), **vectors)
 
@@ -525,13 +525,13 @@ def test_a_client_that_delivers_other_than_its_rule_declares_is_left_out(
     for size in (1, 2):
         _, reports = federate(size, algo, plan(rounds=1))
         assert reports[0].dropped == (FIRST.cids[2],)
-    assert sentence in caplog.text
+    assert message in caplog.text
 
 
 @pytest.mark.parametrize("length", [1, PARAMS - 1, PARAMS + 1])
 def test_a_client_that_keeps_a_vector_of_another_length_is_left_out(length: int) -> None:
-    def run(job: Job) -> LocalResult:
-        wrong = job.cid == FIRST.cids[2]  # type: ignore[attr-defined]
+    def run(job: ModelJob) -> LocalResult:
+        wrong = job.cid == FIRST.cids[2]
         return LocalResult(job.delta_P.zero_(), keeps={"diary": torch.ones(length if wrong else PARAMS)})
 
     states, reports = federate(1, algorithm(local=LocalRule(run, keeps=("diary",))), plan(rounds=1))
@@ -545,8 +545,8 @@ def test_a_client_that_keeps_a_vector_of_another_length_is_left_out(length: int)
 def stepping(steps: dict[int, float], normalised: bool = True) -> LocalRule:
     """Client n moves every parameter by n + 1 and says that it took so many steps."""
 
-    def run(job: Job) -> LocalResult:
-        cid = job.cid  # type: ignore[attr-defined]
+    def run(job: ModelJob) -> LocalResult:
+        cid = job.cid
         return LocalResult(job.delta_P.fill_(cid + 1.0), steps=steps.get(cid, 1.0))
 
     return LocalRule(run, normalised=normalised)
@@ -622,8 +622,8 @@ def test_a_rule_that_leaves_by_sys_exit_leaves_its_client_out(caplog: pytest.Log
     victim = draw(11, 1, tasks(1)[0].partition.sizes, 5, 1).cids[1]
     good = sgd(0.05, 0.9)
 
-    def run(job: Job) -> LocalResult:
-        if job.cid == victim and job.round == 1:  # type: ignore[attr-defined]
+    def run(job: ModelJob) -> LocalResult:
+        if job.cid == victim and job.round == 1:
             raise SystemExit(0)
         return good(job)
 
@@ -645,7 +645,7 @@ def test_a_rule_that_writes_to_what_all_clients_share_ends_the_run(where: str) -
         federate(1, algorithm(local=LocalRule(run, good.sends, good.keeps)))
 
 
-def test_a_model_that_is_not_finite_any_more_is_told_on_every_rank() -> None:
+def test_a_model_that_is_not_finite_any_more_is_an_error_on_every_rank() -> None:
     for size in (1, 3):
         with pytest.raises(CommonError, match=r"round 1: mask and server's step left the model with NaN or infinity"):
             federate(size, algorithm("mean", lr=1e39))

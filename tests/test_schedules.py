@@ -63,7 +63,7 @@ def test_a_cosine_towards_a_tenth_by_hand() -> None:
     assert rates("cosine:0.1", 1.0, 4) == pytest.approx([1, 0.55 + 0.45 * root, 0.55, 0.55 - 0.45 * root])
 
 
-def test_a_warm_up_rises_in_a_line_and_the_cosine_has_the_rounds_behind_it() -> None:
+def test_a_warm_up_rises_in_a_line_and_the_cosine_has_the_rounds_after_it() -> None:
     # 4 rounds of 10 warm up: 1/5 ... 4/5; then half a cosine over 6 rounds, as above
     root = math.sqrt(3) / 4
     expected = [0.2, 0.4, 0.6, 0.8, 1, 0.5 + root, 0.75, 0.5, 0.25, 0.5 - root]
@@ -137,7 +137,7 @@ def test_a_rate_depends_on_its_round_alone(schedule: str, order: list[int]) -> N
 
 
 @pytest.mark.parametrize(
-    "schedule, sentence",
+    "schedule, message",
     [
         ("step", "--server.schedule is 'step'; write it as step:rounds,factor, with numbers"),
         ("step:30", "--server.schedule is 'step:30'; write it as step:rounds,factor, with numbers"),
@@ -163,8 +163,8 @@ def test_a_rate_depends_on_its_round_alone(schedule: str, order: list[int]) -> N
         ),
     ],
 )
-def test_a_refused_schedule_is_told_what_is_valid(schedule: str, sentence: str) -> None:
-    assert refusal(schedule) == sentence
+def test_a_refused_schedule_names_what_is_valid(schedule: str, message: str) -> None:
+    assert refusal(schedule) == message
 
 
 @pytest.mark.parametrize(
@@ -176,9 +176,9 @@ def test_a_refused_schedule_is_told_what_is_valid(schedule: str, sentence: str) 
         ("warmup:3+linear", "unknown --server.schedule 'linear'; known: "),
     ],
 )
-def test_an_unknown_schedule_is_told_all_there_are(schedule: str, opening: str) -> None:
-    sentence = refusal(schedule)
-    assert sentence.startswith(opening) and all(known in sentence for known in FORMS)
+def test_an_unknown_schedule_names_all_there_are(schedule: str, opening: str) -> None:
+    message = refusal(schedule)
+    assert message.startswith(opening) and all(known in message for known in FORMS)
 
 
 @pytest.mark.parametrize("schedule", ["warmpu:3+cosine", "warm:3", "cosine+warmup:3", "warmups:3+cosine"])
@@ -234,7 +234,7 @@ def test_how_a_spec_is_written(name: str, written: str) -> None:
     assert form(name, KNOWN[name]) == written
 
 
-def test_an_unknown_name_is_told_all_there_are_and_the_nearest() -> None:
+def test_an_unknown_name_names_all_there_are_and_the_nearest() -> None:
     known = "known: none, pair:first,second, maybe[:last], three:a,b[,c]"
     assert spec_refusal("nothing") == f"unknown --knob 'nothing'; {known}"
     assert spec_refusal("piar:1,2") == f"unknown --knob 'piar:1,2'; did you mean 'pair:first,second'? {known}"
@@ -258,7 +258,7 @@ def test_an_unknown_name_is_told_all_there_are_and_the_nearest() -> None:
         "pair:1:2",
     ],
 )
-def test_numbers_too_few_too_many_or_none_at_all_are_told_the_form(text: str) -> None:
+def test_numbers_too_few_too_many_or_none_at_all_are_shown_the_form(text: str) -> None:
     assert spec_refusal(text) == f"--knob is '{text}'; write it as pair:first,second, with numbers"
 
 

@@ -18,7 +18,7 @@ class Clock:
         self.phase, self.began = phase, time.perf_counter()
 
     def switch(self, phase: str | None) -> None:
-        """Book the time since the last switch to the phase that ends, and begin another."""
+        """Add the time since the last switch to the phase that ends, and start another."""
         now = time.perf_counter()
         if self.phase is not None:
             self.seconds[self.phase] += now - self.began
@@ -26,7 +26,7 @@ class Clock:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Book the time of a block to a phase; what was under way before ends."""
+        """Time a block as a phase; the phase before it ends."""
         self.switch(phase)
         try:
             yield

@@ -1,16 +1,15 @@
 """bf16 between nodes (`--wire bf16`): half the bytes, with error feedback.
 
-What is sent is rounded to bf16 (8 bits of each number, the range of float32). The rounding error stays with the rank
-that sent, in `State.unsent`, and is added the next time (error feedback: Seide et al., Interspeech 2014; Karimireddy et
-al., ICML 2019). Two things travel like that:
+What is sent is rounded to bf16 (8 bits of precision, the range of float32). The sender keeps the rounding error in
+`State.unsent` and adds it the next time (error feedback: Seide et al., Interspeech 2014; Karimireddy et al., ICML
+2019). Two things travel in bf16:
 
 sums    a rank's rows for ranks of other nodes; they are widened and added up in float32. The error is kept as a part of
         the mean, as the weight of a cohort differs from round to round.
 model   the owner of a slice sends its update. Every rank, the owner too, adds the same rounded update to the same old
-        model: so the model stays the same on all of them.
+        model, so all ranks keep the same model.
 
-Votes, squares, channels, shared vectors and the meta step travel as they are. Rows in shared memory are not rounded;
-where nothing travels, nothing is.
+Votes, squares, channels, shared vectors and the meta step travel unrounded. Rows in shared memory are not rounded.
 
 N: the full padded vector.  S: the slice this rank owns.
 """
@@ -32,18 +31,17 @@ def nothing_unsent(model_N: Tensor, slice_length: int) -> dict[str, Tensor]:
 
 
 class Compressor:
-    """Rounds what a rank sends, and keeps the rounding errors in the `unsent` that it is handed. Made once."""
+    """Rounds what a rank sends, and keeps the rounding errors in the `unsent` that it is given. Made once."""
 
     def __init__(self, comm: Comm, sums: Rows, slice_length: int, model_N: Tensor) -> None:
         self.comm, self.sums = comm, sums
-        self.own = slice(comm.rank * slice_length, (comm.rank + 1) * slice_length)
         self.update = comm.update(model_N, BF16)
         self.before_S = None if self.update is None else torch.zeros(slice_length, device=model_N.device)
         self.flushed = False
-        """whether errors left by a run on another number of ranks were added to rows and slices that do not travel"""
+        """whether errors that a run on another number of ranks left were added to rows and slices that do not travel"""
 
     def round_sums(self, unsent_N: Tensor, weight: int, bucket: slice) -> None:
-        """Make a bucket of every row ready to be sent."""
+        """Round a bucket of every row that is sent."""
         for rank, unsent_S in enumerate(unsent_N.view(self.comm.size, -1)):
             if rank in self.sums.out:
                 for tile in tiles(bucket.start, bucket.stop):
@@ -55,13 +53,13 @@ class Compressor:
                 unsent_S[bucket].zero_()
 
     def remember(self, model_N: Tensor) -> None:
-        """Keep this rank's slice of the model before it moves."""
+        """Copy this rank's slice of the model before it moves."""
         if self.before_S is not None:
-            self.before_S.copy_(model_N[self.own])
+            self.before_S.copy_(self.comm.own(model_N))
 
     def start_gather(self, model_N: Tensor, unsent_S: Tensor, bucket: slice) -> Wait:
-        """Send the update of a bucket of this rank's slice, and begin to receive those of the others."""
-        own_S = model_N[self.own]
+        """Start to send the update of a bucket of this rank's slice and to receive those of the others."""
+        own_S = self.comm.own(model_N)
         if self.update is None or self.before_S is None:
             if not self.flushed:
                 own_S[bucket].add_(unsent_S[bucket])
@@ -76,6 +74,6 @@ class Compressor:
 
 
 def round_off(x: Tensor, out: Tensor) -> Tensor:
-    """Round x into `out`; return the rounding error, in the place of x."""
+    """Round x into `out`; return the rounding error, which overwrites x."""
     out.copy_(x)
     return x.sub_(out)

@@ -1,18 +1,18 @@
 """The collective: every rank's sums in, this rank's slice of mean and votes out, the new model on every rank.
 
-Each rank has a row of sums and votes per rank: the slice that the other one owns. One exchange brings the rows for a
-rank within its reach, and it adds them up in the order of the ranks. From each of the others it sees one slice: no rank
-ever holds another client's full tensor. The result is handed out in tiles that are still in the cache when the mask and
-the server's step read them.
+Each rank has a row of sums and votes per rank, for the slice that this rank owns. One exchange makes all rows for a
+rank readable by it, and it adds them up in the order of the ranks. It sees one slice of every other rank's sums: no
+rank ever holds another client's full tensor. The result is yielded in tiles that are still in the cache when the mask
+and the server's step read them.
 
-Where rows travel they do so in a few buckets: while one is added up the next is on its way, and so is what became of
-the one before. Four of them, measured on 4 ranks behind links of 1 Gbit/s (11.2 million parameters, gloo): 1.11 times
-the plain all-reduce, with one bucket 1.28, with eight 1.17; through the loopback interface the number hardly matters.
+Rows that are sent travel in a few buckets: while one is added up, the next one is in transit, and so is the new model
+of the one before. Four buckets take 1.11 times as long as the plain all-reduce, one takes 1.28 and eight take 1.17 (4
+ranks, links of 1 Gbit/s, 11.2 million parameters, gloo); through the loopback interface the number hardly matters.
 
 Bytes that a rank sends, N elements on W ranks: 4N (float32) or 8N (exact) for the sums and 1N or 4N for the votes,
-times (W-1)/W; squares as much as the sums, a channel 8N. Where sums are float32 and no rank hosts more than one client,
-the votes are the signs of what travels anyway and are not sent. (On one node, where nothing is sent, they are read.)
-With `--wire bf16` the sums that travel do so in half the bytes, and the votes always travel (compress.py).
+times (W-1)/W; squares as much as the sums, a channel 8N. If sums are float32 and no rank hosts more than one client,
+the votes are the signs of the sums and are not sent. (On one node, where nothing is sent, they are read.) With
+`--wire bf16` the sums take half the bytes, and the votes always travel (compress.py).
 
 N: the full padded vector.  S: the slice this rank owns.
 """
@@ -32,7 +32,7 @@ from .sums import FRACTION_BITS, SQUARE_FRACTION_BITS, Accumulator, Sums, Totals
 from .tiling import even_slices, tiles
 
 TILE = 1 << 17
-BUCKETS, SMALLEST = 4, 1 << 18  # how many, and of how many elements at least
+BUCKETS, SMALLEST = 4, 1 << 18  # how many, and their smallest size in elements
 
 
 class Model(Protocol):
@@ -50,8 +50,8 @@ class Model(Protocol):
 
 @dataclass(frozen=True)
 class Averages:
-    """Mean, votes and mean square of elements start..stop of the full vector, `own` in this rank's slice. The
-    caller may overwrite the tensors."""
+    """Mean, votes and mean square of elements start..stop of the full vector; `own` is where they lie in this rank's
+    slice. The caller may overwrite the tensors."""
 
     start: int
     stop: int
@@ -63,24 +63,24 @@ class Averages:
 
 @dataclass(frozen=True)
 class Tile:
-    """A tile of this rank's slice of the parameters, from element `start`: to be moved in place."""
+    """A tile of this rank's slice of the parameters, from element `start`; the caller moves it in place."""
 
     start: int
     params: Tensor
     mean: Tensor
     votes: Tensor
     square: Tensor | None
-    """the weighted mean of the squared deltas, where the mask reads it"""
+    """the weighted mean of the squared deltas, if the mask reads it"""
     moments: Mapping[str, Tensor]
     """the server's moments"""
     layers: LayerVotes
-    """votes of whole layers, where the mask reads them"""
+    """votes of whole layers, if the mask reads them"""
 
 
 def exchange(sums: Sums, totals: Totals, state: Model, layers: bool = False) -> Iterator[Tile]:
-    """Yield this rank's slice of the parameters tile by tile, with mean and votes; what the caller makes of a bucket
-    travels to all ranks while the next is handed out. Collective: every rank must take every tile; then `state` holds
-    the whole new model.
+    """Yield this rank's slice of the parameters tile by tile, with mean and votes, for the caller to move. A finished
+    bucket is sent to all ranks while the next one is yielded. Collective: every rank must take every tile; then `state`
+    holds the whole new model.
 
     Buffers are averaged here, never masked and never touched by the server's rule. `layers` asks for the votes of whole
     layers, which are counted before the first tile.
@@ -89,7 +89,7 @@ def exchange(sums: Sums, totals: Totals, state: Model, layers: bool = False) -> 
     clock.switch("reduce")
     layer_votes = LayerVotes(trained_spans(sums.layout) if layers else (), totals.clients, state.model_N.device)
     gathers: list[Wait] = []
-    final = not any(channel.to == "model" for channel in rule.sends)  # a moved bucket is final: it may be sent
+    final = not any(channel.to == "model" for channel in rule.sends)  # else a bucket is sent after the channels
     if sums.compressor is not None:
         sums.compressor.remember(state.model_N)
 
@@ -104,16 +104,16 @@ def exchange(sums: Sums, totals: Totals, state: Model, layers: bool = False) -> 
 
     one_each = sums.cohort.most_on_a_rank == 1
     others, look = list(sums.channels.values()), count_layers if layers else None
-    for bucket, averages in reduce(comm, sums.deltas, params, totals.weight, one_each, others, prepare, look):
-        for part in averages:
+    for bucket, tiles_of_bucket in reduce(comm, sums.deltas, params, totals.weight, one_each, others, prepare, look):
+        for found in tiles_of_bucket:
             clock.switch("server")
-            x = state.model_N[part.start : part.stop]
-            if part.start >= params:
-                x.add_(part.mean)
+            x = state.model_N[found.start : found.stop]
+            if found.start >= params:
+                x.add_(found.mean)
             else:
-                assert part.votes is not None, "deltas are voted on"
-                moments = {name: moment[part.own] for name, moment in state.moments.items()}
-                yield Tile(part.start, x, part.mean, part.votes, part.square, moments, layer_votes)
+                assert found.votes is not None, "deltas are voted on"
+                moments = {name: moment[found.own] for name, moment in state.moments.items()}
+                yield Tile(found.start, x, found.mean, found.votes, found.square, moments, layer_votes)
             clock.switch("reduce")
         if final:
             with clock("gather"):
@@ -124,9 +124,9 @@ def exchange(sums: Sums, totals: Totals, state: Model, layers: bool = False) -> 
             target_N = state.model_N if channel.to == "model" else state.shared[channel.name]
             accumulator = sums.channels[channel.name]
             weight = totals.weight if channel.to == "model" else accumulator.total
-            for part in averaged(comm, accumulator, params, weight):
-                if part.start < params:
-                    target_N[part.start : part.stop].add_(part.mean)
+            for found in averaged(comm, accumulator, params, weight):
+                if found.start < params:
+                    target_N[found.start : found.stop].add_(found.mean)
     with clock("gather"):
         if not final:
             gathers.append(start_gather(sums, state, slice(0, sums.deltas.slice)))
@@ -138,7 +138,7 @@ def exchange(sums: Sums, totals: Totals, state: Model, layers: bool = False) -> 
 
 
 def start_gather(sums: Sums, state: Model, bucket: slice) -> Wait:
-    """Send a bucket of this rank's slice of the model, and begin to receive those of the others."""
+    """Start to send a bucket of this rank's slice of the model and to receive those of the others."""
     if sums.compressor is None:
         return sums.comm.start_gather(state.model_N, bucket)
     return sums.compressor.start_gather(state.model_N, state.unsent["model"], bucket)
@@ -155,11 +155,11 @@ def reduce(
     look: Callable[[Iterator[tuple[int, Tensor]]], None] | None = None,
 ) -> Iterator[tuple[slice, Iterator[Averages]]]:
     """Yield the buckets of this rank's slice as they arrive, each with its averages tile by tile. Collective: every
-    rank must take every part.
+    rank must take all of them.
 
     `weight` is the weight of the clients that delivered, over all ranks; `one_each` says that no rank hosts more than
     one client. The accumulators in `others` travel in the same exchange; `averaged` reads them afterwards. `prepare` is
-    called for each bucket before it is sent. `look` is given all votes of the slice before the first bucket is yielded.
+    called for each bucket before it is sent. `look` gets all votes of the slice before the first bucket is yielded.
     """
     send_votes = not deltas.travels or deltas.exact or bool(deltas.sums.out) or not one_each
     rows = [rows for rows in deltas.rows if send_votes or rows is not deltas.votes]
@@ -175,7 +175,7 @@ def reduce(
 
 
 def buckets(length: int, travels: bool) -> list[slice]:
-    """Return the buckets of a slice: a few where it travels and is long enough, else one."""
+    """Return the buckets of a slice: a few if it travels and is long enough, else one."""
     most = max(-(-length // BUCKETS), SMALLEST) if travels else length
     return list(even_slices(length, most))
 
@@ -202,7 +202,7 @@ def averaged(
 
 
 def votes_at(sums: Accumulator, own: slice, came: bool) -> Tensor:
-    """Return the votes of a part of this rank's slice; those that were not sent are read off the sums."""
+    """Return the votes of a tile of this rank's slice; those that were not sent are read off the sums."""
     assert sums.votes is not None, "deltas are voted on"
     if came:
         return add_up([row[own] for row in sums.votes.theirs])
@@ -218,12 +218,12 @@ def cut(first: int, bucket: slice, params: int) -> Iterator[slice]:
 
 
 def widened(row: Tensor) -> Tensor:
-    """Return a row as it is added up: bf16 as float32."""
+    """Return a row in the type that it is summed in: bf16 as float32."""
     return row.float() if row.dtype == torch.bfloat16 else row
 
 
 def add_up(rows: list[Tensor]) -> Tensor:
-    """Return the sum of rows in their order, in memory of its own."""
+    """Return the sum of rows, added in their order, in fresh memory."""
     if len(rows) == 1:
         return rows[0].clone()
     total = rows[0] + rows[1]

@@ -5,7 +5,7 @@ delivered weigh V <= W. Elementwise:
 
     mean   = 1/V * sum_n w_n d_n            votes = sum_n sign(d_n)            square = 1/V * sum_n w_n d_n^2
 
-The real collective (`exchange`) gives the same bits on any number of ranks, without any process holding two deltas.
+The real collective (`exchange`) gives the same bits on any number of ranks, and no process holds two deltas.
 """
 
 from __future__ import annotations

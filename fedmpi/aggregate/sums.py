@@ -1,15 +1,14 @@
-"""What a rank accumulates over its clients: a weighted sum of their deltas, a sum of the signs (votes) and, where a
-mask reads them, a weighted sum of the squares; the same for every further vector (channel) that the client rule sends.
-An update is added and forgotten.
+"""What a rank accumulates over its clients: a weighted sum of their deltas, a sum of the signs (votes), a weighted sum
+of the squares if the mask reads them, and a weighted sum per further vector (channel) that the client rule sends. An
+update is added and forgotten.
 
-N: the full padded vector.  Weights are whole numbers (a client's samples); `total` is the weight of the whole cohort as
-planned.
+N: the full padded vector.  Weights are whole numbers (a client's samples); `total` is the planned weight of the cohort.
 
 Two kinds of sum:
 
 exact    int64 fixed point. A client contributes round(delta * weight / total * 2**44). Integers add up the same in any
          order, so the sum is the same bits on any number of ranks, in any placement, over any transport. Resolution:
-         2**-44 (6e-14) of the mean, or 2**-53 of a delta where that is more. Range: |delta| < 2**17 (131072). The
+         2**-44 (6e-14) of the mean, or 2**-53 of a delta if that is more. Range: |delta| < 2**17 (131072). The
          weights of a cohort add up to at most `total`, so the sum stays below 2**61: it never wraps. A delta outside
          the range makes its client unusable.
 float32  the sum of weight * delta in float32: half the bytes, and rounding that depends on the order. Weights are
@@ -18,8 +17,8 @@ float32  the sum of weight * delta in float32: half the bytes, and rounding that
 
 Votes are counted from the delta itself, never from its rounded product, in int8 up to 127 clients in the cohort and
 int32 beyond (NCCL has no int16). Squares are summed like the deltas, in fixed point with a finer unit, 2**-53, because
-they are small: a delta of 1e-7 still counts. Where squares are summed, a parameter's delta must stay below 2**4.
-Elementwise work goes through the vector in tiles that fit the cache.
+they are small: a delta of 1e-7 still counts. If squares are summed, a parameter's delta must stay below 2**4.
+Elementwise work runs over the vector in tiles that fit the cache.
 """
 
 from __future__ import annotations
@@ -49,12 +48,12 @@ SQUARE_FRACTION_BITS = 53
 SQUARE_RANGE_BITS = 4
 SUMS = ("exact", "float32")
 WIRES = ("float32", "bf16")
-UNIT = 2.0**40  # losses and steps are summed as whole numbers of 1 / UNIT: the same on any number of ranks
-MOST = 2.0**20  # of a loss, and of steps
+UNIT = 2.0**40  # losses and steps are summed in units of 1 / UNIT: the same bits on any number of ranks
+MOST = 2.0**20  # bound of a loss and of steps
 
 
 class Unusable(Exception):
-    """A client's result that cannot be averaged; the text says why."""
+    """A client's result cannot be averaged; the message says why."""
 
 
 def check_wire(kind: str, wire: str) -> None:
@@ -69,7 +68,7 @@ def check_wire(kind: str, wire: str) -> None:
 
 
 class Accumulator:
-    """This rank's running sums of one vector per client over one round, a row per rank. Made once, reset every round.
+    """This rank's sums of one vector per client over a round, a row per rank. Made once, reset every round.
 
     Collective to make: the transport provides the memory, so that the rank that owns a slice can read its rows.
     `squares` is the number of leading elements whose squares are summed; `wire` is what sums travel as.
@@ -95,7 +94,7 @@ class Accumulator:
         self.votes = comm.rows(slice_length, torch.int8 if cohort <= 127 else torch.int32, device) if votes else None
         self.squares = comm.rows(slice_length, number, device) if squares else None
         self.travels = len(self.sums.shared or ()) < comm.size - 1
-        """whether any row is sent, not shared"""
+        """whether any row is sent rather than shared"""
         self.reset(total=1)
 
     @property
@@ -128,8 +127,8 @@ class Accumulator:
             check_range(x[: self.squared], most, " of a mask that reads the variance")
 
     def add(self, x: Tensor, weight: int, defer: bool = False) -> None:
-        """Add one client's vector, which has passed `check`; elements beyond its end count as zero. With `defer` it is
-        counted but left for `fold`: x must stay unchanged until then. An error in here spoils the sums and ends the
+        """Add one client's vector, which has passed `check`; missing elements at its end count as zero. With `defer` it
+        is counted but left for `fold`: x must stay unchanged until then. An error in here spoils the sums and ends the
         run."""
         if weight < 1 or self.weight + weight > self.total:
             raise ValueError(f"weight {weight} on top of {self.weight} does not fit a cohort of {self.total}")
@@ -175,7 +174,7 @@ def check_range(x: Tensor, limit: float, why: str) -> None:
 
 
 def check_declared(result: LocalResult, rule: LocalRule, params: int) -> None:
-    """Raise `Unusable` for other vectors, or vectors of another length, than the client rule declares."""
+    """Raise `Unusable` if the names or lengths of the vectors are not those that the client rule declares."""
     for what, given, declared in (
         ("sends", result.sends, [channel.name for channel in rule.sends]),
         ("keeps", result.keeps, rule.keeps),
@@ -189,7 +188,7 @@ def check_declared(result: LocalResult, rule: LocalRule, params: int) -> None:
 
 @dataclass(frozen=True)
 class Totals:
-    """What the clients of all ranks delivered together: the same numbers on every rank."""
+    """What the clients of all ranks delivered: the same numbers on every rank."""
 
     weight: int
     loss: float
@@ -208,7 +207,7 @@ class Totals:
         return len(self.used)
 
     def require(self, least: int, round: int) -> None:
-        """Raise an error, on every rank, where fewer clients than that delivered a usable update."""
+        """Raise an error, on every rank, if fewer than `least` clients delivered a usable update."""
         if self.clients >= least:
             return
         dropped = ", ".join(map(str, self.dropped))
@@ -222,8 +221,8 @@ class Totals:
 class Sums:
     """Everything this rank accumulates over a round: deltas, channels, the meta gradient, counts. Collective to make.
 
-    `clients` is the size of the federation, `cohort` that of a round. With `wire` bf16 the model is needed too: it then
-    travels like the sums of the deltas.
+    `clients` is the size of the federation, `cohort` that of a round. `wire` bf16 needs the model too, which then
+    travels in bf16 like the sums.
     """
 
     def __init__(
@@ -267,7 +266,7 @@ class Sums:
     def add(self, update: Update) -> bool:
         """Add a client's update; one that cannot be averaged is left out, with a warning. Return whether it counts.
 
-        Where rows travel, the rank's last update is left for `fold`: so one bucket travels while the next is folded.
+        If rows travel, the rank's last update is left for `fold`, so that one bucket travels while the next is folded.
         """
         try:
             self.check(update)
@@ -321,7 +320,7 @@ class Sums:
 
 
 def largest(ints: Tensor, comm: Comm) -> Tensor:
-    """Return the elementwise maximum over the ranks of a few whole numbers. Collective."""
+    """Return the elementwise maximum of a few integers over the ranks. Collective."""
     if not ints.numel():
         return ints
     rows = torch.zeros(comm.size, ints.numel(), dtype=torch.int64)

@@ -14,7 +14,7 @@ def tiles(start: int, stop: int, size: int = TILE) -> Iterator[slice]:
 
 
 def even_slices(length: int, most: int) -> Iterator[slice]:
-    """Yield as few consecutive slices of at most that size as cover 0..length, equal up to one element."""
+    """Yield the fewest consecutive slices of at most `most` elements that cover 0..length, equal up to one element."""
     count = -(-length // most)
     for k in range(count):
         yield slice(length * k // count, length * (k + 1) // count)

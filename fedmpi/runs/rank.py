@@ -1,4 +1,4 @@
-"""This process as a rank of a run: who launched it, how it begins, and how it ends."""
+"""This process as a rank of a run: who launched it, how it starts and how it exits."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rank:
-    """A process that was launched as a rank, and when its time budget began."""
+    """A process that was launched as a rank, and the start of its time budget."""
 
     place: Place
     began: float
 
     @classmethod
     def begin(cls) -> Rank:
-        """Find out who launched this process, leave when the launcher dies, and import what training needs."""
+        """Find out who launched this process, exit when the launcher dies, and import what training needs."""
         began = time.monotonic()  # torch is not imported yet
         place = find_place(os.environ)
         follow_launcher(place, os.environ)
@@ -64,8 +64,8 @@ class Rank:
                 complain(str(error))
             return 2
         except UserError as error:
-            # Nearly always the same on every rank, and then rank 0's word is enough: launchers end all ranks when the
-            # first one leaves, so the others wait for that. Who is still there has found something that rank 0 has not.
+            # Nearly always the same on every rank, and then rank 0's message is enough: launchers end all ranks when
+            # the first one exits, so the others wait for that. A rank that is still alive has found something else.
             if place.rank:
                 keep_code(2)
                 time.sleep(5)
@@ -76,29 +76,29 @@ class Rank:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """No garbage collection while modules are imported, which makes much and throws little away: a tenth less time. Nor
-    is what they made looked at later, in a round: that takes 80 ms each time."""
+    """Switch garbage collection off while modules are imported: a tenth less time. Freeze their objects afterwards, or
+    every collection in a round would scan them, for 80 ms."""
     collecting, first = gc.isenabled(), "torch" not in sys.modules
     gc.disable()
     try:
         yield
     finally:
-        if first:  # else there is more than modules
+        if first:  # else more than modules would be frozen
             gc.freeze()
         if collecting:
             gc.enable()
 
 
 def keep_code(code: int) -> None:
-    """Leave with this code from now on, also when a launcher ends this rank because another one has left already: 143
-    would look like a fault, which is worth another try."""
+    """Exit with this code from now on, also if a launcher ends this rank because another one has exited: 143 would look
+    like a fault that a restart may fix."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
-        atexit.register(signal.signal, signal.SIGTERM, signal.SIG_IGN)  # no handler runs any more while Python ends
+        atexit.register(signal.signal, signal.SIGTERM, signal.SIG_IGN)  # no handler runs while Python shuts down
 
 
 def on_this_rank(prepared: Prepared, comm: Comm, place: Place, device: torch.device, began: float) -> int:
-    """Run and leave in good order; a fault on one rank ends all of them."""
+    """Run and exit in good order; a fault on one rank ends all of them. Return the exit code."""
     from ..comm import share_node
     from .run import run
     from .stop import ALL, Stopped
@@ -108,11 +108,11 @@ def on_this_rank(prepared: Prepared, comm: Comm, place: Place, device: torch.dev
         if device.type == "cpu":
             share_node(comm)
         run(prepared, comm, place, device, os.environ, signals=ALL, began=began)
-    except Stopped as stop:  # by every rank alike
+    except Stopped as stop:  # on every rank alike
         keep_code(AGAIN)
         if comm.rank == 0:
             where = "from there" if prepared.cfg.checkpoint.keep else "from the beginning: --checkpoint.keep is 0"
-            complain(f"stopped after round {stop.round} ({stop.why}); the same command goes on {where}")
+            complain(f"stopped after round {stop.round} ({stop.why}); the same command resumes {where}")
         comm.close()
         return AGAIN
     except (UserError, CommonError) as error:  # raised on every rank alike
@@ -129,7 +129,7 @@ def on_this_rank(prepared: Prepared, comm: Comm, place: Place, device: torch.dev
     except KeyboardInterrupt:
         complain(who + "interrupted")
         comm.abort(130)
-    except (Exception, SystemExit):  # whoever calls sys.exit in here has not finished the run
+    except (Exception, SystemExit):  # a sys.exit in here has not finished the run
         complain(who + traceback.format_exc())
         comm.abort(1)
     if comm.rank == 0 and not prepared.cfg.quiet:

@@ -1,10 +1,10 @@
-"""Stopping in time: signals and a time budget only raise a flag; the ranks add their flags up at the end of a round,
-save and leave together.
+"""Stop a run in good order: signals and a time budget set a flag; the ranks sum their flags at the end of a round, save
+and exit together.
 
-Signals are noticed by a thread of their own, through a pipe that Python's C handler writes to, because the main thread
-may sit in a collective where no Python code runs. SIGTERM is what Slurm and torchrun send before they kill, SIGUSR2 is
-submitit's warning before the time limit, SIGINT is somebody at the keyboard: once, the run stops in good order; again,
-after more than a second (torchrun passes a Ctrl-C on to ranks that have it already), it ends at once.
+A thread of its own reads signals from a pipe that Python's C handler writes to, because the main thread may wait in a
+collective where no Python code runs. SIGTERM is what Slurm and torchrun send before they kill, SIGUSR2 is submitit's
+warning before the time limit, SIGINT is a Ctrl-C: the first one stops the run in good order, a second one ends it at
+once if it comes more than a second later (torchrun passes a Ctrl-C on to ranks that have received it already).
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ ALL = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 KINDS = ("SIGTERM", "SIGINT", "SIGUSR2", "time")
 INTERRUPTED = 130  # the exit code of a second SIGINT
 ONE_PRESS_SECONDS = 1.0
-LOOK_SECONDS = 1.0  # between looks at whether the launcher is still there
+LOOK_SECONDS = 1.0  # between checks that the launcher is alive
 
 _catching = False
 
 
-def _let_go() -> None:
-    """In a forked child: its signals are not this run's."""
+def _release_in_child() -> None:
+    """Stop catching signals in a forked child: its signals are not this run's."""
     global _catching
     if _catching:
         _catching = False
@@ -45,16 +45,16 @@ def _let_go() -> None:
             signal.set_wakeup_fd(-1)
 
 
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_release_in_child)
 
 
 _following = False
 
 
 def follow_launcher(place: Place, environ: Mapping[str, str]) -> None:
-    """End this rank when its launcher is gone: nobody would end or restart it, and the next launch finds it in its way.
+    """End this rank when its launcher is gone: nobody would end or restart it, and it would block the next launch.
 
-    A thread looks at the parent of this process. What is saved stays sound: files are written aside and renamed. Ranks
+    A thread watches the parent of this process. Saved files stay sound, as they are written aside and renamed. Ranks
     that were started by hand, or by Slurm, which ends them itself, have no such launcher.
     """
     global _following
@@ -70,8 +70,8 @@ def follow_launcher(place: Place, environ: Mapping[str, str]) -> None:
     def look() -> None:
         while os.getppid() == parent and (named is None or runs(named)):
             time.sleep(LOOK_SECONDS)
-        with contextlib.suppress(OSError, ValueError):  # nobody may be there to read it
-            complain(f"rank {place.rank}: the launcher is gone; leaving")
+        with contextlib.suppress(OSError, ValueError):  # standard error may be closed
+            complain(f"rank {place.rank}: the launcher is gone; exiting")
         if environ.get(STORE):
             shutil.rmtree(Path(environ[STORE]).parent, ignore_errors=True)  # where the ranks met
         os._exit(1)
@@ -80,7 +80,7 @@ def follow_launcher(place: Place, environ: Mapping[str, str]) -> None:
 
 
 def runs(pid: int) -> bool:
-    """Return whether a process of this machine runs; one that nobody has waited for does not."""
+    """Return whether a process of this machine is running; a zombie is not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -88,7 +88,7 @@ def runs(pid: int) -> bool:
 
 
 class Stopped(SystemExit):
-    """The run stopped in good order and wants to be started again; uncaught, the process leaves with code 75."""
+    """The run stopped in good order and wants to be restarted; uncaught, the process exits with code 75."""
 
     def __init__(self, round: int, why: str) -> None:
         super().__init__(AGAIN)
@@ -96,7 +96,7 @@ class Stopped(SystemExit):
 
 
 class Stop:
-    """The reasons to stop that this rank knows of. As a context it catches signals, in the main thread only."""
+    """The reasons to stop that this rank knows of. As a context manager it catches signals, in the main thread only."""
 
     def __init__(
         self,
@@ -142,11 +142,11 @@ class Stop:
 
     def _watch(self) -> None:
         while caught := os.read(self.reader, 1):
-            with contextlib.suppress(ValueError):  # a signal of somebody else's
+            with contextlib.suppress(ValueError):  # not one of these signals
                 self.notice(signal.Signals(caught[0]))
 
     def notice(self, number: signal.Signals) -> None:
-        """Take note of a signal; a second Ctrl-C ends this process."""
+        """Record a signal; a second Ctrl-C ends this process."""
         if number not in self.signals:
             return
         if number == signal.SIGINT:
@@ -162,7 +162,7 @@ class Stop:
         self.seen.add(number.name)
 
     def round_done(self) -> None:
-        """Take note of the time a round took; the next one must fit into the budget."""
+        """Record the time of a round; the next one must fit into the budget."""
         now = time.monotonic()
         self.longest, self.round_began = max(self.longest, now - self.round_began), now
         if self.minutes is not None and now - self.began + self.longest > 60 * self.minutes:
@@ -170,10 +170,10 @@ class Stop:
 
     @property
     def flags(self) -> list[int]:
-        """A 1 for each kind of reason that this rank knows of."""
+        """Return a 1 per kind of reason that this rank knows of, else 0."""
         return [int(kind in self.seen) for kind in KINDS]
 
 
 def in_words(flags: Iterable[int]) -> str:
-    """The reasons of all ranks, from their summed flags; empty where there is none."""
+    """Return the reasons of all ranks from their summed flags, '' if there is none."""
     return " and ".join(kind for kind, count in zip(KINDS, flags, strict=True) if count)

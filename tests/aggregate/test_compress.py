@@ -31,7 +31,7 @@ from fedmpi.runs.checkpoint import Fingerprint, Progress, Saver, find, restore
 from fedmpi.runs.config import Checkpoint, Config
 
 FINGERPRINT = Fingerprint({"seed": 1, "threads": 1}, {"data": "d"})
-ODD = 1.0 + 2.0**-9 + 2.0**-12  # bf16 has 1 and 1 + 2**-7 beside it
+ODD = 1.0 + 2.0**-9 + 2.0**-12  # bf16 has 1 and 1 + 2**-7 next to it
 
 
 def narrow(**changes) -> Plan:
@@ -198,7 +198,7 @@ def test_the_update_of_the_model_is_unbiased_too() -> None:
         wire, unsent_S = Compressor(comm, sums.sums, sums.slice, model_N), torch.zeros(3)
         for _ in range(50):
             wire.remember(model_N)
-            model_N[wire.own] += torch.tensor([ODD, 0.0, -3 * ODD])
+            comm.own(model_N).add_(torch.tensor([ODD, 0.0, -3 * ODD]))
             comm.gather(model_N, [wire.start_gather(model_N, unsent_S, slice(0, 3))])
         return model_N, unsent_S
 
@@ -323,14 +323,14 @@ def test_the_benchmark_over_a_link_refuses_what_it_cannot_do() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "wire", "sentence"),
+    ("how", "wire", "message"),
     [
         ("exact", "bf16", "--wire bf16 rounds what travels, but --sum is exact, .*; add --sum float32"),
         ("float32", "bf61", "unknown --wire 'bf61'; did you mean 'bf16'"),
     ],
 )
-def test_what_cannot_travel_is_refused_before_anything_starts(how: str, wire: str, sentence: str) -> None:
-    with pytest.raises(UserError, match=sentence):
+def test_what_cannot_travel_is_refused_before_anything_starts(how: str, wire: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         prepare(Config(data="glyphs", sum=how, wire=wire))
-    with pytest.raises(UserError, match=sentence):
+    with pytest.raises(UserError, match=message):
         Accumulator(SoloComm(), 4, 2, how, wire=wire)

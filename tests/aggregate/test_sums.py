@@ -190,7 +190,7 @@ def test_a_square_that_float32_cannot_hold_makes_its_client_unusable(size: float
 
 
 @pytest.mark.parametrize("how", SUMS)
-def test_a_vector_shorter_than_the_rows_counts_as_zero_behind_its_end(how: str) -> None:
+def test_a_vector_shorter_than_the_rows_counts_as_zero_after_its_end(how: str) -> None:
     sums = Accumulator(SoloComm(), 4, 10, how, squares=2)
     sums.reset(total=2)
     sums.add(torch.tensor([1.0, -1.0, 1.0, 1.0]), 1)

@@ -160,7 +160,7 @@ def test_ranks_restart_stop_and_resume_on_another_number_of_ranks(tmp_path: Path
         wait_for(lambda: rounds() > before + 3 or process.poll() is not None, told=log.read_text)
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 75, log.read_text()
-    assert "(SIGTERM); the same command goes on from there" in log.read_text()
+    assert "(SIGTERM); the same command resumes from there" in log.read_text()
 
     with started(command, log) as process:
         assert process.wait(100) == 0, log.read_text()

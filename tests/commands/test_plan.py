@@ -23,7 +23,6 @@ from fedmpi.runs.build import prepare
 from fedmpi.runs.config import Config
 from fedmpi.runs.options import parse
 from fedmpi.runs.run import run
-from fedmpi.runs.text import amount
 
 TINY = ["--data", "tiny", "--split", "iid", "--model", "test_plan:plain", "--log_to", "none", "--local.batch", "10"]
 TINY += ["--clients", "12", "--cohort", "5", "--rounds", "2", "--seed", "3", "--checkpoint.keep", "0"]
@@ -248,13 +247,6 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_last_node_may_have_fewer_ranks() -> None:
     assert nodes_of(5, 2) == [[0, 1], [2, 3], [4]]
     assert nodes_of(2, 4) == [[0, 1]]
-
-
-@pytest.mark.parametrize(
-    ("count", "words"), [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (2.5e9, "2.5 GB"), (4e15, "4e+03 TB")]
-)
-def test_amounts(count: float, words: str) -> None:
-    assert amount(count) == words
 
 
 # The benchmarks

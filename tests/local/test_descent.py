@@ -8,7 +8,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_local import BENT, DECAY, LR, PAIRS, RHO, ROUNDS_OF_PAIRS, Parabola, vector
+from quadratic import BENT, Parabola, vector
+from test_local import DECAY, LR, PAIRS, RHO, ROUNDS_OF_PAIRS
 from torch import Tensor
 
 from fedmpi.local import Descent, LocalKnobs, sgd, whole_gradient

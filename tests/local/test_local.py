@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple
+from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from quadratic import BENT, Parabola, Quartic, vector
 
 from fedmpi.errors import UserError
 from fedmpi.local import (
@@ -30,112 +28,12 @@ from fedmpi.local import (
     uga,
 )
 
-Point = float | Sequence[float]
-
-
-class Call(NamedTuple):
-    """A gradient that was asked for: where, of which batch, and whether it counts in the reported loss."""
-
-    x: list[float]
-    batch: Point
-    counts: bool
-
-
-def vector(values: Point) -> Tensor:
-    return torch.atleast_1d(torch.tensor(values, dtype=torch.float64))
-
-
-class Parabola:
-    """A job whose loss is (x - target)^T H (x - target) / 2 with H = curvature; a batch is its target.
-
-    `whole` holds all samples as (target, share), at first those of an epoch in equal shares. It remembers what it was
-    asked, and hands out one and the same memory for every gradient, as a real model does.
-    """
-
-    def __init__(
-        self,
-        start: Point,
-        targets: Sequence[Point],
-        curvature: float | Sequence[Sequence[float]] = 1.0,
-        epochs: int = 1,
-        whole: Sequence[tuple[Point, float]] | None = None,
-        round: int = 1,
-        c: Point | None = None,
-        own: Point | None = None,
-    ) -> None:
-        self.start_P = vector(start)
-        self.x_P, self.delta_P = self.start_P.clone(), torch.full_like(self.start_P, torch.nan)
-        self.g_P = torch.full_like(self.start_P, torch.nan)
-        size = len(self.start_P)
-        self.curvature = (
-            curvature * torch.eye(size, dtype=torch.float64) if isinstance(curvature, float) else vector(curvature)
-        )
-        self.targets, self.epochs, self.round = list(targets), epochs, round
-        epoch = self.targets[: len(self.targets) // epochs]
-        self.whole = [(target, 1 / len(epoch)) for target in epoch] if whole is None else list(whole)
-        self.shared = {"control": torch.zeros(size, dtype=torch.float64) if c is None else vector(c)}
-        self.memory = {"control": torch.zeros(size, dtype=torch.float64) if own is None else vector(own)}
-        self.calls: list[Call] = []
-        self.is_aside = False
-
-    def batches(self, leave: int = 0) -> Iterator[Point]:
-        epoch = len(self.targets) // self.epochs
-        return iter(self.targets[: max(self.epochs - leave, 0) * epoch])
-
-    def everything(self) -> Iterator[tuple[Point, float]]:
-        return iter(self.whole)
-
-    def slope(self, x_P: Tensor, batch: Point) -> Tensor:
-        return self.curvature @ (x_P - vector(batch))
-
-    def bend(self, x_P: Tensor) -> Tensor:
-        return self.curvature
-
-    def grad(self, x_P: Tensor, batch: Point) -> Tensor:
-        self.calls.append(Call(x_P.tolist(), batch, not self.is_aside))
-        return self.g_P.copy_(self.slope(x_P, batch))
-
-    def linearise(self, batch: Point) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        assert self.is_aside, "a linearisation would leave its trace in the buffers"
-        here_P, bend = self.x_P.clone(), self.bend(self.x_P)
-
-        def times_hessian(v_P: Tensor) -> Tensor:
-            assert torch.equal(self.x_P, here_P), "the product was used after x_P has moved"
-            return bend @ v_P
-
-        return self.slope(self.x_P, batch), times_hessian
-
-    @contextmanager
-    def without_side_effects(self) -> Iterator[None]:
-        assert not self.is_aside
-        self.is_aside = True
-        yield
-        self.is_aside = False
-
-    @property
-    def counted(self) -> list[Point]:
-        """The batches whose loss is reported."""
-        return [call.batch for call in self.calls if call.counts]
-
-
-class Quartic(Parabola):
-    """A job of one parameter whose loss is (x - target)^4 / 4: its second derivative depends on the point."""
-
-    def slope(self, x_P: Tensor, batch: Point) -> Tensor:
-        return (x_P - vector(batch)) ** 3
-
-    def bend(self, x_P: Tensor) -> Tensor:
-        return torch.diag(3 * x_P**2)  # of a batch with target 0
-
-
 NUMBERS = st.floats(-3, 3)
 LR = st.floats(0.01, 0.5)
 RHO = st.one_of(st.just(0.0), st.floats(0, 0.99))
 DECAY = st.one_of(st.just(0.0), st.floats(0, 0.5))
 PAIRS = st.tuples(NUMBERS, NUMBERS)
 ROUNDS_OF_PAIRS = st.lists(PAIRS, min_size=1, max_size=7)
-BENT = ((1.0, 0.5), (0.5, 2.0))
-"""a curvature that ties two parameters to each other"""
 
 
 def ended(job: Parabola, **knobs: float) -> float:

@@ -19,8 +19,8 @@ from conftest import rank_environment
 from federation import CPU, norm_model, plain_model
 from hypothesis import given
 from hypothesis import strategies as st
+from quadratic import BENT, Parabola
 from shell import CLASSES, SIDE, tiny
-from test_local import BENT, Parabola
 from torch import Tensor, nn
 
 from fedmpi.clients.feed import Batch

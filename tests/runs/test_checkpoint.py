@@ -325,7 +325,7 @@ def parts_files(path: Path) -> list[dict[str, Any]]:
 def test_clearing_up_leaves_the_memories_of_a_checkpoint_that_is_on_its_way(
     tmp_path: Path, patch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 clears up behind one checkpoint when rank 1 has written its memories for the next already."""
+    """Rank 0 removes old files after one checkpoint when rank 1 has written its memories for the next already."""
     clients, prune = tmp_path / "checkpoints" / "clients", Saver._prune
 
     def late(self: Saver, newest: int) -> None:
@@ -358,8 +358,10 @@ class Crash(Exception):
     """A run that falls over."""
 
 
-def live(cfg: Config, ranks: int = 1, stop: int = 0, crash: int = 0, environ: dict[str, str] | None = None) -> Outcome:
-    """One life of a run, on threads: to its end, or until it is stopped after a round, or falls over in it."""
+def launch(
+    cfg: Config, ranks: int = 1, stop: int = 0, crash: int = 0, environ: dict[str, str] | None = None
+) -> Outcome:
+    """Run on threads: to the end, or until the run is stopped after a round, or crashes in it."""
     real = Saver.round_done
 
     def watched(self: Saver, state: State, progress: Progress, flags: list[int], last: bool) -> list[int]:
@@ -376,9 +378,9 @@ def live(cfg: Config, ranks: int = 1, stop: int = 0, crash: int = 0, environ: di
         return work(SoloComm()) if ranks == 1 else run_threads(ranks, work, timeout=20)[0]
 
 
-def falls(cfg: Config, ranks: int = 1, **when: int) -> None:
+def launch_and_stop(cfg: Config, ranks: int = 1, **when: int) -> None:
     with pytest.raises((Crash, Stopped)):
-        live(cfg, ranks, **when)
+        launch(cfg, ranks, **when)
 
 
 def sha256(out: Path) -> str:
@@ -387,8 +389,8 @@ def sha256(out: Path) -> str:
 
 def ending(out: Path) -> tuple[str, list[dict[str, Any]], dict[str, Any]]:
     """Everything that must be as if nothing had happened."""
-    told = [{k: v for k, v in one.items() if k != "bytes_sent"} for one in without_seconds(metrics(out))]
-    return sha256(out), told, json.loads((out / "finished.json").read_text())
+    logged = [{k: v for k, v in one.items() if k != "bytes_sent"} for one in without_seconds(metrics(out))]
+    return sha256(out), logged, json.loads((out / "finished.json").read_text())
 
 
 def starts(out: Path) -> list[int]:
@@ -403,35 +405,35 @@ def rounds_kept(out: Path) -> list[int]:
 def test_a_run_through_several_lives_ends_as_an_undisturbed_one(name: str, tmp_path: Path) -> None:
     """Stopped after round 1 on 4 ranks, fallen over in round 4 on 2, finished on 3."""
     meta = Meta(size=30) if ALGORITHMS[name].meta_size else Meta()
-    cfg = settings_of(tmp_path / "lives", algorithm=name, rounds=6, checkpoint=EACH, meta=meta, eval=Eval(every=2))
-    falls(cfg, 4, stop=1)
-    falls(cfg, 2, crash=4)
-    live(cfg, 3)
-    live(replace(cfg, out=str(tmp_path / "whole")))
-    assert ending(tmp_path / "lives") == ending(tmp_path / "whole")
-    first, second, third = starts(tmp_path / "lives")
+    cfg = settings_of(tmp_path / "restarted", algorithm=name, rounds=6, checkpoint=EACH, meta=meta, eval=Eval(every=2))
+    launch_and_stop(cfg, 4, stop=1)
+    launch_and_stop(cfg, 2, crash=4)
+    launch(cfg, 3)
+    launch(replace(cfg, out=str(tmp_path / "whole")))
+    assert ending(tmp_path / "restarted") == ending(tmp_path / "whole")
+    first, second, third = starts(tmp_path / "restarted")
     assert (first, second) == (0, 1) and 1 <= third < 4
-    assert not (tmp_path / "lives" / "stopped.json").exists()
+    assert not (tmp_path / "restarted" / "stopped.json").exists()
 
 
 def test_the_best_metric_of_an_earlier_life_counts(tmp_path: Path) -> None:
     """The rate is so high that later rounds are worse than the first."""
     rough = settings_of(tmp_path / "a", rounds=4, checkpoint=EACH, local=Local(lr=3.0, batch=10), seed=3)
-    falls(rough, stop=2)
-    live(rough)
+    launch_and_stop(rough, stop=2)
+    launch(rough)
     done = json.loads((tmp_path / "a" / "finished.json").read_text())
     assert done["best_test_accuracy"] == max(r["test_accuracy"] for r in metrics(tmp_path / "a"))
 
 
-def test_the_last_round_is_always_saved_and_a_run_killed_behind_it_only_finishes(tmp_path: Path) -> None:
+def test_the_last_round_is_always_saved_and_a_run_killed_after_it_only_finishes(tmp_path: Path) -> None:
     cfg = settings_of(tmp_path / "a", checkpoint=Checkpoint())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fedmpi.runs.run.finish", lambda *_: (_ for _ in ()).throw(Crash))
-        falls(cfg)
+        launch_and_stop(cfg)
     assert rounds_kept(tmp_path / "a") == [3] and not (tmp_path / "a" / "finished.json").exists()
-    outcome = live(cfg, 2)
+    outcome = launch(cfg, 2)
     assert [report.round for report in outcome.history] == [1, 2, 3]
-    live(replace(cfg, out=str(tmp_path / "b")))
+    launch(replace(cfg, out=str(tmp_path / "b")))
     assert ending(tmp_path / "a") == ending(tmp_path / "b") and starts(tmp_path / "a") == [0, 3]
 
 
@@ -447,29 +449,29 @@ def test_which_rounds_are_saved_and_how_many_are_kept(tmp_path: Path, patch: pyt
             (each(100), [7]),
         ]
     ):
-        live(settings_of(tmp_path / str(number), rounds=7, checkpoint=knobs), 1 + number % 2)
+        launch(settings_of(tmp_path / str(number), rounds=7, checkpoint=knobs), 1 + number % 2)
         assert rounds_kept(tmp_path / str(number)) == kept
 
 
 def test_without_checkpoints_a_run_starts_over(tmp_path: Path) -> None:
     cfg = settings_of(tmp_path / "a", checkpoint=each(keep=0))
-    falls(cfg, crash=2)
+    launch_and_stop(cfg, crash=2)
     assert not (tmp_path / "a" / "checkpoints").exists()
-    live(cfg)
-    live(replace(cfg, out=str(tmp_path / "b")))
+    launch(cfg)
+    launch(replace(cfg, out=str(tmp_path / "b")))
     assert ending(tmp_path / "a") == ending(tmp_path / "b") and not (tmp_path / "a" / "checkpoints").exists()
 
 
 def test_threads_are_those_of_the_checkpoint_unless_given(tmp_path: Path) -> None:
     cfg = settings_of(tmp_path, checkpoint=EACH)
     torch.set_num_threads(2)
-    falls(replace(cfg, threads=2), stop=1)
+    launch_and_stop(replace(cfg, threads=2), stop=1)
     torch.set_num_threads(1)
-    falls(cfg, stop=2)
+    launch_and_stop(cfg, stop=2)
     assert torch.get_num_threads() == 2
     torch.set_num_threads(1)
     with pytest.raises(UserError, match="other settings: --threads is 1 and was 2"):
-        live(replace(cfg, threads=1))
+        launch(replace(cfg, threads=1))
 
 
 # metrics.jsonl and TensorBoard
@@ -477,12 +479,12 @@ def test_threads_are_those_of_the_checkpoint_unless_given(tmp_path: Path) -> Non
 
 def test_rounds_that_come_again_are_told_once(tmp_path: Path) -> None:
     cfg = settings_of(tmp_path / "a", rounds=6, checkpoint=each(2), log_to="tensorboard")
-    falls(cfg, stop=3)
-    falls(cfg, crash=5)
+    launch_and_stop(cfg, stop=3)
+    launch_and_stop(cfg, crash=5)
     with open(tmp_path / "a" / "metrics.jsonl", "a") as file:
         file.write('{"round": 6, "test_acc')  # killed in the middle of a line
-    live(cfg, 2)
-    live(replace(cfg, out=str(tmp_path / "b")))
+    launch(cfg, 2)
+    launch(replace(cfg, out=str(tmp_path / "b")))
     assert ending(tmp_path / "a") == ending(tmp_path / "b")
     assert told_to_tensorboard(tmp_path / "a") == told_to_tensorboard(tmp_path / "b")
 
@@ -504,16 +506,16 @@ def told_to_tensorboard(out: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 @pytest.fixture(scope="module")
-def lives(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A run on 2 ranks that fell over with two checkpoints, one of another seed, and how the first should end."""
-    base = tmp_path_factory.mktemp("lives")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A run on 2 ranks that stopped with two checkpoints, one of another seed, and how the first should end."""
+    base = tmp_path_factory.mktemp("runs")
     with sandbox():
         for name, seed in (("torn", 0), ("foreign", 1)):
             cfg = damaged_run(base / name, seed)
-            falls(cfg, 2, stop=2)
-            falls(cfg, 2, stop=4)
+            launch_and_stop(cfg, 2, stop=2)
+            launch_and_stop(cfg, 2, stop=4)
             assert rounds_kept(base / name) == [2, 4]
-        live(damaged_run(base / "whole"))
+        launch(damaged_run(base / "whole"))
     return {name: base / name for name in ("torn", "foreign", "whole")}
 
 
@@ -563,68 +565,68 @@ def files_of(out: Path, round: int) -> dict[str, Path]:
 
 
 @contextmanager
-def heard() -> Iterator[list[str]]:
-    """What the package logs meanwhile."""
-    logger, told = logging.getLogger("fedmpi"), list[str]()
+def logged_lines() -> Iterator[list[str]]:
+    """Collect what the package logs meanwhile."""
+    logger, logged = logging.getLogger("fedmpi"), list[str]()
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
     try:
-        yield told
+        yield logged
     finally:
         logger.removeHandler(handler)
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_a_damaged_checkpoint_is_named_and_an_older_one_taken(
-    kind: str, lives: dict[str, Path], tmp_path: Path
-) -> None:
-    for number, which in enumerate(files_of(lives["torn"], 4)):
+def test_a_damaged_checkpoint_is_named_and_an_older_one_taken(kind: str, runs: dict[str, Path], tmp_path: Path) -> None:
+    for number, which in enumerate(files_of(runs["torn"], 4)):
         out = tmp_path / str(number)
-        shutil.copytree(lives["torn"], out)
-        DAMAGES[kind](files_of(out, 4)[which], files_of(lives["foreign"], 4)[which])
-        with heard() as told:
-            live(damaged_run(out), 1 + number % 3)
+        shutil.copytree(runs["torn"], out)
+        DAMAGES[kind](files_of(out, 4)[which], files_of(runs["foreign"], 4)[which])
+        with logged_lines() as logged:
+            launch(damaged_run(out), 1 + number % 3)
         if kind in ("a byte short", "a byte more") and which == "manifest.json":  # a line's end is no damage
             assert starts(out)[-1] == 4
         else:
-            assert [line for line in told if "damaged" in line][0].startswith("the checkpoint of round 4 is damaged: ")
+            assert [line for line in logged if "damaged" in line][0].startswith(
+                "the checkpoint of round 4 is damaged: "
+            )
             assert starts(out)[-1] in (0, 2)  # 0: where the older one needs the damaged file, too
-            assert (starts(out)[-1] == 0) == any("is sound: starting over" in line for line in told), told
+            assert (starts(out)[-1] == 0) == any("is sound: starting over" in line for line in logged), logged
             assert starts(out)[-1] == 2 or "memories" in which
-        assert ending(out) == ending(lives["whole"]), (kind, which)
+        assert ending(out) == ending(runs["whole"]), (kind, which)
 
 
-def test_where_no_checkpoint_is_sound_a_run_starts_over(lives: dict[str, Path], tmp_path: Path) -> None:
+def test_where_no_checkpoint_is_sound_a_run_starts_over(runs: dict[str, Path], tmp_path: Path) -> None:
     out = tmp_path / "torn"
-    shutil.copytree(lives["torn"], out)
+    shutil.copytree(runs["torn"], out)
     for round in (2, 4):
         flipped(0.5)(files_of(out, round)["slice-1-of-2.safetensors"], out)
-    with heard() as told:
-        live(damaged_run(out))
+    with logged_lines() as logged:
+        launch(damaged_run(out))
     assert starts(out)[-1] == 0
-    assert f"no checkpoint in {out / 'checkpoints'} is sound: starting over; they are kept next to it" in told
-    assert ending(out) == ending(lives["whole"]) and 2 not in rounds_kept(out)
+    assert f"no checkpoint in {out / 'checkpoints'} is sound: starting over; they are kept next to it" in logged
+    assert ending(out) == ending(runs["whole"]) and 2 not in rounds_kept(out)
 
 
-def test_what_is_no_checkpoint_is_looked_past(lives: dict[str, Path], tmp_path: Path) -> None:
+def test_what_is_no_checkpoint_is_looked_past(runs: dict[str, Path], tmp_path: Path) -> None:
     out = tmp_path / "torn"
-    shutil.copytree(lives["torn"], out)
+    shutil.copytree(runs["torn"], out)
     base = out / "checkpoints"
     (base / "round-5").write_text("a file")
     (base / "round-0x7").mkdir()
     (base / "round-007").mkdir()
     (base / ".round-5-abc").mkdir()
-    live(damaged_run(out), 2)
-    assert starts(out)[-1] == 4 and ending(out) == ending(lives["whole"])
+    launch(damaged_run(out), 2)
+    assert starts(out)[-1] == 4 and ending(out) == ending(runs["whole"])
     assert not list(base.glob(".round*"))
 
 
-def test_a_damaged_checkpoint_takes_no_sound_ones_place(lives: dict[str, Path], tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_takes_no_sound_ones_place(runs: dict[str, Path], tmp_path: Path) -> None:
     out = tmp_path / "torn"
-    shutil.copytree(lives["torn"], out)
+    shutil.copytree(runs["torn"], out)
     files_of(out, 4)["part-0.json"].unlink()
-    falls(damaged_run(out), stop=5)
+    launch_and_stop(damaged_run(out), stop=5)
     assert rounds_kept(out) == [2, 5], "and not 4 and 5"
 
 
@@ -636,38 +638,38 @@ def rewrite(there: Path, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["../../../secret", "/etc/passwd", "..", ".hidden", "a/b", ""])
-def test_a_name_that_leads_elsewhere_is_not_followed(name: str, lives: dict[str, Path], tmp_path: Path) -> None:
+def test_a_name_that_leads_elsewhere_is_not_followed(name: str, runs: dict[str, Path], tmp_path: Path) -> None:
     out = tmp_path / "torn"
-    shutil.copytree(lives["torn"], out)
+    shutil.copytree(runs["torn"], out)
     there = out / "checkpoints" / "round-4"
     part = json.loads((there / "part-0.json").read_text())
     part["slice"]["name"] = name
     (there / "part-0.json").write_text(json.dumps(part))
     shas = [hashlib.sha256((there / f"part-{r}.json").read_bytes()).hexdigest() for r in (0, 1)]
     rewrite(there, parts=shas)
-    with heard() as told:
-        live(damaged_run(out))
-    assert any(f"round 4 is damaged: part-0.json has {name} for 'name'" in line for line in told)
-    assert starts(out)[-1] == 2 and ending(out) == ending(lives["whole"])
+    with logged_lines() as logged:
+        launch(damaged_run(out))
+    assert any(f"round 4 is damaged: part-0.json has {name} for 'name'" in line for line in logged)
+    assert starts(out)[-1] == 2 and ending(out) == ending(runs["whole"])
 
 
-def test_too_new_a_format_is_one_sentence_and_nothing_is_touched(lives: dict[str, Path], tmp_path: Path) -> None:
+def test_too_new_a_format_is_one_message_and_nothing_is_touched(runs: dict[str, Path], tmp_path: Path) -> None:
     out = tmp_path / "torn"
-    shutil.copytree(lives["torn"], out)
+    shutil.copytree(runs["torn"], out)
     rewrite(out / "checkpoints" / "round-4", format=FORMAT + 1, fedmpi="99.0")
     with pytest.raises(UserError) as caught:
-        live(damaged_run(out), 2)
+        launch(damaged_run(out), 2)
     assert f"has format {FORMAT + 1}, written by fedmpi 99.0; this is fedmpi" in str(caught.value)
     assert "use the newer one, or --resume never to start over" in str(caught.value)
     assert rounds_kept(out) == [2, 4] and len(metrics(out)) == 4
 
 
 def test_a_rank_that_does_not_see_the_folder_ends_all_and_nothing_is_removed(
-    lives: dict[str, Path], tmp_path: Path
+    runs: dict[str, Path], tmp_path: Path
 ) -> None:
     """As on a node whose mount is gone: its rank would take every checkpoint for a damaged one."""
     out = tmp_path / "torn"
-    shutil.copytree(lives["torn"], out)
+    shutil.copytree(runs["torn"], out)
 
     def look(comm: Comm) -> str:
         where = out if comm.rank == 0 else tmp_path / "not mounted"
@@ -683,12 +685,12 @@ def test_a_rank_that_does_not_see_the_folder_ends_all_and_nothing_is_removed(
 # -------------------------------------------------------------------------------------------- Another configuration
 
 
-def test_a_changed_configuration_is_refused_with_what_has_changed(lives: dict[str, Path], tmp_path: Path) -> None:
+def test_a_changed_configuration_is_refused_with_what_has_changed(runs: dict[str, Path], tmp_path: Path) -> None:
     out = tmp_path / "torn"
-    shutil.copytree(lives["torn"], out)
+    shutil.copytree(runs["torn"], out)
     cfg = damaged_run(out)
     local = replace(cfg.local, lr=0.07)
-    for changed, sentence in (
+    for changed, message in (
         (replace(cfg, local=local), "other settings: --local.lr is 0.07 and was 0.05; give the same, choose another"),
         (replace(cfg, cohort=5, mask="and"), "--mask is and and was gma, --cohort is 5 and was 4; give the same"),
         (replace(cfg, rounds=9), "--rounds is 9 and was 6"),
@@ -698,15 +700,15 @@ def test_a_changed_configuration_is_refused_with_what_has_changed(lives: dict[st
         (replace(cfg, seed=5), "--seed is 5 and was 0"),
     ):
         with pytest.raises(UserError) as caught:
-            live(changed, 2)
-        assert sentence in str(caught.value) and "\n" not in str(caught.value)
+            launch(changed, 2)
+        assert message in str(caught.value) and "\n" not in str(caught.value)
         assert "--resume force" in str(caught.value)
     assert rounds_kept(out) == [2, 4] and starts(out) == [0, 2]
 
 
-def test_force_lets_knobs_change_but_not_what_the_state_is_made_of(lives: dict[str, Path], tmp_path: Path) -> None:
+def test_force_lets_knobs_change_but_not_what_the_state_is_made_of(runs: dict[str, Path], tmp_path: Path) -> None:
     def forced(name: str, **changes: Any) -> tuple[Path, Config]:
-        shutil.copytree(lives["torn"], tmp_path / name)
+        shutil.copytree(runs["torn"], tmp_path / name)
         return tmp_path / name, replace(damaged_run(tmp_path / name), resume="force", **changes)
 
     for number, changes in enumerate(
@@ -720,10 +722,10 @@ def test_force_lets_knobs_change_but_not_what_the_state_is_made_of(lives: dict[s
         ]
     ):
         out, cfg = forced(f"may-{number}", **changes)
-        with heard() as told:
-            live(cfg, 2)
-        assert starts(out)[-1] == 4 and any(line.startswith("resuming with changed settings: --") for line in told)
-        assert sha256(out) != sha256(lives["whole"])
+        with logged_lines() as logged:
+            launch(cfg, 2)
+        assert starts(out)[-1] == 4 and any(line.startswith("resuming with changed settings: --") for line in logged)
+        assert sha256(out) != sha256(runs["whole"])
     for number, (changes, what) in enumerate(
         [
             ({"model": "lenet"}, "another model (--model is lenet and was logistic"),
@@ -734,25 +736,25 @@ def test_force_lets_knobs_change_but_not_what_the_state_is_made_of(lives: dict[s
     ):
         out, cfg = forced(f"may-not-{number}", **changes)
         with pytest.raises(UserError) as caught:
-            live(cfg, 2)
+            launch(cfg, 2)
         assert what in str(caught.value) and "choose another --out, or start over with --resume never" in str(
             caught.value
         )
         assert rounds_kept(out) == [2, 4]
     out, cfg = forced("fewer", rounds=3)
     with pytest.raises(UserError, match="has a checkpoint of round 4, and --rounds is 3; give more"):
-        live(cfg)
+        launch(cfg)
 
 
-def test_never_starts_over(lives: dict[str, Path], tmp_path: Path) -> None:
+def test_never_starts_over(runs: dict[str, Path], tmp_path: Path) -> None:
     out = tmp_path / "torn"
-    shutil.copytree(lives["torn"], out)
-    live(replace(damaged_run(out), resume="never"), 2)
-    assert starts(out)[-1] == 0 and ending(out) == ending(lives["whole"])
+    shutil.copytree(runs["torn"], out)
+    launch(replace(damaged_run(out), resume="never"), 2)
+    assert starts(out)[-1] == 0 and ending(out) == ending(runs["whole"])
 
 
-def test_what_does_not_touch_training_may_change(lives: dict[str, Path], tmp_path: Path) -> None:
-    shutil.copytree(lives["torn"], tmp_path / "moved")
+def test_what_does_not_touch_training_may_change(runs: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copytree(runs["torn"], tmp_path / "moved")
     cfg = replace(
         damaged_run(tmp_path / "moved"),
         comm="torch",
@@ -764,36 +766,36 @@ def test_what_does_not_touch_training_may_change(lives: dict[str, Path], tmp_pat
         memory=replace(damaged_run(tmp_path).memory, limit=1.0, folder=str(tmp_path)),
         checkpoint=Checkpoint(every=2, minutes=1, keep=5),
     )
-    with heard() as told:
-        live(cfg, 3)
-    assert starts(tmp_path / "moved")[-1] == 4 and ending(tmp_path / "moved") == ending(lives["whole"])
-    assert not [line for line in told if "changed" in line]
+    with logged_lines() as logged:
+        launch(cfg, 3)
+    assert starts(tmp_path / "moved")[-1] == 4 and ending(tmp_path / "moved") == ending(runs["whole"])
+    assert not [line for line in logged if "changed" in line]
 
 
 def test_a_finished_run_goes_on_with_more_rounds(tmp_path: Path) -> None:
     cfg = settings_of(tmp_path / "a", algorithm="scaffold", rounds=3, threads=1)
-    live(cfg, 2)
+    launch(cfg, 2)
     with pytest.raises(UserError, match="already holds a finished run; choose another folder or remove it, or go on"):
-        live(replace(cfg, rounds=5))
+        launch(replace(cfg, rounds=5))
     with pytest.raises(UserError, match="holds a finished run of 3 rounds; give more --rounds to go on from it"):
-        live(replace(cfg, resume="force"))
-    live(replace(cfg, rounds=5, resume="force"))
-    live(replace(cfg, rounds=5, out=str(tmp_path / "b")))
+        launch(replace(cfg, resume="force"))
+    launch(replace(cfg, rounds=5, resume="force"))
+    launch(replace(cfg, rounds=5, out=str(tmp_path / "b")))
     assert ending(tmp_path / "a") == ending(tmp_path / "b")
 
 
 def test_sums_in_float32_are_the_same_on_the_same_ranks(tmp_path: Path) -> None:
     cfg = settings_of(tmp_path / "a", algorithm="fedyogi", rounds=4, sum="float32", checkpoint=EACH)
-    falls(cfg, 3, stop=2)
-    live(cfg, 3)
-    live(replace(cfg, out=str(tmp_path / "b")), 3)
+    launch_and_stop(cfg, 3, stop=2)
+    launch(cfg, 3)
+    launch(replace(cfg, out=str(tmp_path / "b")), 3)
     assert ending(tmp_path / "a") == ending(tmp_path / "b")
 
 
 def test_a_list_among_the_knobs_is_the_same_list_when_it_is_read(tmp_path: Path) -> None:
     cfg = settings_of(tmp_path, algorithm="fedmeta", meta=Meta(size=30, weights=[1.0, 2.0, 1.0]), checkpoint=EACH)
-    falls(cfg, stop=1)
-    live(cfg)
+    launch_and_stop(cfg, stop=1)
+    launch(cfg)
     assert starts(tmp_path) == [0, 1]
 
 
@@ -803,7 +805,7 @@ def test_a_list_among_the_knobs_is_the_same_list_when_it_is_read(tmp_path: Path)
 def test_a_slow_disk_holds_up_no_round_and_saves_are_postponed_not_lost(
     tmp_path: Path, patch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 1's part of round 3 is written in round 7 only. The rounds go on; what was due in 6 is saved right then."""
+    """Rank 1's part of round 3 is written in round 7 only. What was due in 6 is saved right then."""
     through, saved, real = threading.Event(), list[str](), save.write_tensors
 
     def slow(tensors: dict[str, Tensor], path: Path) -> File:
@@ -823,10 +825,10 @@ def test_a_slow_disk_holds_up_no_round_and_saves_are_postponed_not_lost(
                 time.sleep(0.01)
 
     patch.setattr(Log, "round", watched)
-    live(settings_of(tmp_path / "a", algorithm="scaffold", rounds=10, checkpoint=each(3, keep=9)), 2)
+    launch(settings_of(tmp_path / "a", algorithm="scaffold", rounds=10, checkpoint=each(3, keep=9)), 2)
     patch.undo()
     with sandbox():
-        live(settings_of(tmp_path / "b", algorithm="scaffold", rounds=10, checkpoint=each(keep=0)))
+        launch(settings_of(tmp_path / "b", algorithm="scaffold", rounds=10, checkpoint=each(keep=0)))
     kept = rounds_kept(tmp_path / "a")
     assert sha256(tmp_path / "a") == sha256(tmp_path / "b")
     assert [int(round) for round in saved] == kept, "in order, none of them lost"
@@ -834,7 +836,7 @@ def test_a_slow_disk_holds_up_no_round_and_saves_are_postponed_not_lost(
 
 
 def test_what_is_written_slowly_is_the_round_it_was_taken_in(tmp_path: Path, patch: pytest.MonkeyPatch) -> None:
-    """The model and the clients' memories go on while the thread still reads them."""
+    """The model and the clients' memories change while the thread still reads them."""
     through, real = threading.Event(), save.write_tensors
 
     def slow(tensors: dict[str, Tensor], path: Path) -> File:
@@ -846,13 +848,13 @@ def test_what_is_written_slowly_is_the_round_it_was_taken_in(tmp_path: Path, pat
         inner.setattr(save, "write_tensors", slow)
         log_round = Log.round
         inner.setattr(Log, "round", lambda self, r: (through.set() if r.round == 5 else None, log_round(self, r)))
-        live(cfg)
+        launch(cfg)
     for round in (6, 5):
         shutil.rmtree(tmp_path / "a" / "checkpoints" / f"round-{round}", ignore_errors=True)
     assert rounds_kept(tmp_path / "a") == [2]
     (tmp_path / "a" / "finished.json").unlink()
-    live(cfg)
-    live(replace(cfg, out=str(tmp_path / "b")))
+    launch(cfg)
+    launch(replace(cfg, out=str(tmp_path / "b")))
     assert starts(tmp_path / "a") == [0, 2] and ending(tmp_path / "a") == ending(tmp_path / "b")
 
 
@@ -882,7 +884,7 @@ def test_a_disk_that_fails_one_rank_ends_all_alike_and_keeps_the_last_checkpoint
             run(prepare(cfg), comm, Place("test", comm.rank, 2, comm.rank, 2), CPU, {})
         return str(caught.value)
 
-    falls(cfg, 2, stop=2)
+    launch_and_stop(cfg, 2, stop=2)
     with pytest.MonkeyPatch.context() as inner:
         inner.setattr(save, "write_tensors", failing(write_tensors, 4))
         inner.setattr(folder, "write", failing(write, 4))
@@ -897,8 +899,8 @@ def test_a_disk_that_fails_one_rank_ends_all_alike_and_keeps_the_last_checkpoint
         )
     )
     assert rounds_kept(tmp_path / "a") == [2]
-    live(cfg, 2)
-    live(replace(cfg, out=str(tmp_path / "b")))
+    launch(cfg, 2)
+    launch(replace(cfg, out=str(tmp_path / "b")))
     assert starts(tmp_path / "a") == [0, 2, 2] and ending(tmp_path / "a") == ending(tmp_path / "b")
 
 
@@ -915,10 +917,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(disk)], check=True, timeout=20)
 
 
-def test_a_full_disk_is_a_sentence_and_what_was_saved_is_kept(small_disk: Path, tmp_path: Path) -> None:
+def test_a_full_disk_is_one_message_and_what_was_saved_is_kept(small_disk: Path, tmp_path: Path) -> None:
     out = small_disk / "run"
     cfg = settings_of(out, algorithm="scaffold", rounds=6, checkpoint=each(2))
-    falls(cfg, stop=2)
+    launch_and_stop(cfg, stop=2)
     filler, log_round = small_disk / "filler", Log.round
 
     def fill(self: Log, report: Any) -> None:
@@ -931,13 +933,13 @@ def test_a_full_disk_is_a_sentence_and_what_was_saved_is_kept(small_disk: Path, 
     with pytest.MonkeyPatch.context() as inner:
         inner.setattr(Log, "round", fill)
         with pytest.raises(RunError) as caught:
-            live(cfg)
+            launch(cfg)
     assert str(caught.value).startswith(f"{out} cannot be written (") and "No space left on device" in str(caught.value)
     assert str(caught.value).endswith("of round 2 is kept: put that right and start the same command again")
     assert rounds_kept(out) == [2]
     filler.unlink()
-    live(cfg)
-    live(replace(cfg, out=str(tmp_path / "b")))
+    launch(cfg)
+    launch(replace(cfg, out=str(tmp_path / "b")))
     assert starts(out)[-1] == 2 and ending(out) == ending(tmp_path / "b")
 
 
@@ -961,7 +963,7 @@ def test_a_full_disk_is_exit_code_1_and_one_line(small_disk: Path) -> None:
     assert [one["round"] for one in metrics(out)] == list(range(1, 13))
 
 
-def test_a_run_folder_that_is_removed_is_a_sentence_and_the_run_can_begin_again(tmp_path: Path) -> None:
+def test_a_run_folder_that_is_removed_is_one_message_and_the_run_can_begin_again(tmp_path: Path) -> None:
     out = tmp_path / "a"
     cfg = settings_of(out, algorithm="scaffold", rounds=6, checkpoint=each(2))
     log_round = Log.round
@@ -974,7 +976,7 @@ def test_a_run_folder_that_is_removed_is_a_sentence_and_the_run_can_begin_again(
     with pytest.MonkeyPatch.context() as inner:
         inner.setattr(Log, "round", remove)
         with pytest.raises(RunError, match="a cannot be written .No such file or directory.; "):
-            live(cfg)
-    live(cfg)
-    live(replace(cfg, out=str(tmp_path / "b")))
+            launch(cfg)
+    launch(cfg)
+    launch(replace(cfg, out=str(tmp_path / "b")))
     assert starts(out) == [0] and ending(out) == ending(tmp_path / "b")

@@ -372,7 +372,7 @@ class Slope:
     def grad(self, x_P: torch.Tensor, batch: int) -> torch.Tensor:
         return x_P.clone()
 
-    def aside(self) -> contextlib.AbstractContextManager[None]:
+    def without_side_effects(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
 

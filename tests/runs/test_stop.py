@@ -1,4 +1,4 @@
-"""Stopping in time: whoever is told, all ranks save and leave together, and the same command goes on."""
+"""Stopping in time: whichever rank gets the signal, all save and exit together, and the same command resumes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_each_kind_of_signal_is_a_flag_of_its_own() -> None:
 
 
 def test_a_ctrl_c_that_comes_twice_within_a_second_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun passes it on to ranks that the terminal has told already."""
+    """torchrun passes it on to ranks that have it from the terminal already."""
     left: list[int] = []
     now = [100.0]
     monkeypatch.setattr("fedmpi.runs.stop.time.monotonic", lambda: now[0])
@@ -163,15 +163,15 @@ def test_training_from_python_raises_stopped_and_the_same_call_goes_on(tmp_path:
     knobs |= {"algorithm": "scaffold", "local": {"batch": 4}, "eval": {"every": 50}}
     out, before = tmp_path / "a", {one: signal.getsignal(one) for one in ALL}
 
-    def tell() -> None:
+    def send() -> None:
         wait_until(lambda: (out / "metrics.jsonl").exists() and len((out / "metrics.jsonl").read_text()) > 0)
         os.kill(os.getpid(), number)
 
-    teller = threading.Thread(target=tell)
-    teller.start()
+    sender = threading.Thread(target=send)
+    sender.start()
     with pytest.raises(SystemExit) as caught:
         fedmpi.train("logistic", arrays(), out=out, **knobs)
-    teller.join()
+    sender.join()
     assert isinstance(caught.value, Stopped) and caught.value.code == 75 and caught.value.why == number.name
     assert {one: signal.getsignal(one) for one in ALL} == before
     assert len(metrics(out)) == caught.value.round < 100
@@ -231,7 +231,7 @@ class Job:
         return 0
 
     def wait_for_rounds(self, starts: int, done: int) -> None:
-        """Wait until this life has done a round."""
+        """Wait until this start has done a round."""
         wait_until(lambda: self.process.poll() is not None or (self.starts() > starts and self.rounds() > done))
         assert self.process.poll() is None, self.said.read_text()
 
@@ -250,7 +250,7 @@ def to_launcher(number: signal.Signals) -> Callable[[Job], None]:
 
 
 def at_a_terminal(job: Job) -> None:
-    """Ctrl-C: everybody in front of the terminal is told, and the launcher passes it on."""
+    """Ctrl-C: every process of the terminal gets it, and the launcher passes it on."""
     ranks = job.ranks()
     os.killpg(job.process.pid, signal.SIGINT)
     for pid in ranks:
@@ -260,7 +260,7 @@ def at_a_terminal(job: Job) -> None:
 
 @pytest.fixture
 def ways(mpiexec: list[str]) -> Iterator[list[tuple[str, list[str], Callable[[Job], None], str, set[int]]]]:
-    """Ways to stop: name, launcher, who is told, the reason that is noted, and the launcher's exit codes."""
+    """Ways to stop: name, launcher, who gets the signal, the reason that is recorded, and the launcher's exit codes."""
     mpi = [*mpiexec, "-n", "2", sys.executable, "-m", "mpi4py"]
     alone = [sys.executable]
     yield [
@@ -277,12 +277,12 @@ def ways(mpiexec: list[str]) -> Iterator[list[tuple[str, list[str], Callable[[Jo
 @pytest.mark.launchers
 @pytest.mark.timeout(600)
 def test_every_way_to_stop_saves_and_the_run_goes_on_to_the_right_bits(tmp_path: Path, ways: list[Any]) -> None:
-    """One run through seven lives, each stopped in another way, and finished by the eighth."""
-    out, done = tmp_path / "lives", 0
-    for life, (name, launcher, tell, why, codes) in enumerate(ways):
-        with Job([*launcher, *RUN.split(), "--out", str(out)], tmp_path / f"{life}.txt") as job:
-            job.wait_for_rounds(life, done)
-            tell(job)
+    """One run that is stopped in seven ways, and finished by the eighth start."""
+    out, done = tmp_path / "restarted", 0
+    for count, (name, launcher, stop, why, codes) in enumerate(ways):
+        with Job([*launcher, *RUN.split(), "--out", str(out)], tmp_path / f"{count}.txt") as job:
+            job.wait_for_rounds(count, done)
+            stop(job)
             code = job.process.wait(60)
             said = job.said.read_text()
         assert code in codes, (name, code, said)
@@ -290,9 +290,9 @@ def test_every_way_to_stop_saves_and_the_run_goes_on_to_the_right_bits(tmp_path:
         assert record["why"] == why and done < record["round"] < ROUNDS, (name, record)
         done = record["round"]
         assert (out / "checkpoints" / f"round-{done}" / "manifest.json").exists(), name
-        assert f"fedmpi: stopped after round {done} ({why}); the same command goes on from there" in said, (name, said)
+        assert f"fedmpi: stopped after round {done} ({why}); the same command resumes from there" in said, (name, said)
         assert [json.loads(line)["round"] for line in (out / "starts.jsonl").read_text().splitlines()][-1] < done
-        assert job.starts() == life + 1, f"{name}: it was not started again behind our back"
+        assert job.starts() == count + 1, f"{name}: nobody else restarted it"
         assert "fedmpi: rank" not in said, f"{name}: nobody had to complain"
     command = [sys.executable, *RUN.split(), "--out"]
     for folder in (out, tmp_path / "whole"):
@@ -301,11 +301,11 @@ def test_every_way_to_stop_saves_and_the_run_goes_on_to_the_right_bits(tmp_path:
         hashlib.sha256((one / "model.safetensors").read_bytes()).hexdigest() for one in (out, tmp_path / "whole")
     }
     assert len(digests) == 1
-    told = [
+    results = [
         [{k: v for k, v in r.items() if k != "bytes_sent"} for r in without_seconds(metrics(one))]
         for one in (out, tmp_path / "whole")
     ]
-    assert told[0] == told[1] and not (out / "stopped.json").exists()
+    assert results[0] == results[1] and not (out / "stopped.json").exists()
 
 
 @pytest.mark.launchers

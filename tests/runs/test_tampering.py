@@ -59,9 +59,7 @@ def here() -> Iterator[Path]:
 
 
 def config(out: Path) -> Any:
-    return settings_of(
-        out, algorithm="scaffold", rounds=ROUNDS, threads=1, checkpoint=Checkpoint(every=2), quiet=True
-    )
+    return settings_of(out, algorithm="scaffold", rounds=ROUNDS, threads=1, checkpoint=Checkpoint(every=2), quiet=True)
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +109,6 @@ def special(make: Callable[[Path], Any]) -> Callable[[Path], None]:
 def sparse(path: Path) -> None:
     with open(path, "wb") as file:
         file.truncate(3 << 30)
-
 
 
 DAMAGES: dict[str, Callable[[Path], None]] = {
@@ -490,8 +487,8 @@ def test_metrics_that_are_removed_while_a_run_writes_them(
         inner.setattr(Log, "round", meddle)
         run(prepare(config(out)), SoloComm(), ALONE, CPU, {})
     assert [one["round"] for one in metrics(out)] == [3, 4, 5] and model_of(out) == model_of(runs["whole"])
-    told = f"{out / 'metrics.jsonl'} was removed: a new one has the rounds from 3 on"
-    assert [line.message for line in caplog.records] == ([told] if how == "removed" else [])
+    logged = f"{out / 'metrics.jsonl'} was removed: a new one has the rounds from 3 on"
+    assert [line.message for line in caplog.records] == ([logged] if how == "removed" else [])
     caplog.clear()
     more = replace(config(out), rounds=6, resume="force")
     run(prepare(more), SoloComm(), ALONE, CPU, {})

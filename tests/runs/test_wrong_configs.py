@@ -1,4 +1,4 @@
-"""Thousands of wrong configurations: exit code 2 and one sentence, never a traceback, never a hang, never a run folder.
+"""Thousands of wrong configurations: exit code 2 and one line, never a traceback, never a hang, never a run folder.
 
 They are drawn from the knobs' own types and bounds, so that a new knob is covered by itself. A knob of words is taken
 to have a table of them; one that takes any word belongs into `FREE`.
@@ -67,7 +67,7 @@ def many(examples: int) -> Callable[..., Any]:
 
 
 def refused(*arguments: str, by_data: bool = False, out_too: bool = True) -> str:
-    """The one sentence with which the command refuses these arguments, before it runs or `by_data`; a failure where it
+    """Return the error message with which the command refuses these arguments, before it runs or `by_data`; fail if it
     does anything else."""
     out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", errors="backslashreplace", newline="\n") for _ in "oe")
     words = ["train", *arguments] if "--out" in arguments or not out_too else ["train", "--out", "run", *arguments]
@@ -76,8 +76,8 @@ def refused(*arguments: str, by_data: bool = False, out_too: bool = True) -> str
             patch.setattr(run, "run", take)
         code = cli.main(words)
     out.flush(), err.flush()
-    told, said = (stream.buffer.getvalue().decode() for stream in (out, err))
-    assert (code, told) == (2, ""), said
+    printed, said = (stream.buffer.getvalue().decode() for stream in (out, err))
+    assert (code, printed) == (2, ""), said
     assert said.startswith("fedmpi: ") and said.endswith("\n") and said[:-1].isprintable(), repr(said)  # so one line
     assert "Traceback" not in said and len(said) > len("fedmpi: \n")
     assert not Path("run").exists() and not Path("runs").exists()
@@ -232,10 +232,10 @@ def test_wrong_options(mistake: Mistake, joined: bool) -> None:
 @many(1000)
 @given(mistake=several(), nested=st.booleans(), options=st.booleans())
 def test_wrong_files(mistake: Mistake, nested: bool, options: bool) -> None:
-    """All in a file, or the last of it as an option beside the file."""
-    beside = dict([mistake.popitem()]) if options and len(mistake) > 1 else {}
+    """All in a file, or the last of it as an option next to the file."""
+    rest = dict([mistake.popitem()]) if options and len(mistake) > 1 else {}
     Path("f.yaml").write_bytes(as_file(mistake, nested))
-    refused("--config", "f.yaml", *as_options(beside, joined=True), out_too="out" not in mistake)
+    refused("--config", "f.yaml", *as_options(rest, joined=True), out_too="out" not in mistake)
 
 
 # Files that are no configuration at all
