@@ -64,7 +64,7 @@ def read_options(
     short: Mapping[str, str] | None = None,
     notes: str = "",
 ) -> T:
-    """Return the options of a command as a dataclass, checked; print its help and exit if that is asked for.
+    """Return the options of a command as a dataclass, checked; on --help print the help and exit.
 
     kind: fields are options, with `knob`, `flag` and `several`, or arguments (`positional`); their docstrings are the
     help texts. command: 'logs', 'data list'. usage: what follows the command's name. short: {"lines": "-n"}.
