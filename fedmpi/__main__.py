@@ -1,4 +1,4 @@
-"""`python -m fedmpi`, for launchers that start a module."""
+"""Run `python -m fedmpi`, for launchers that start a module."""
 
 import sys
 

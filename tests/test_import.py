@@ -78,21 +78,22 @@ def test_a_torchvision_that_does_not_fit_is_found_with_the_fix(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "torchvision", raising=False)
     monkeypatch.setattr(doctor, "outside", lambda: environ)
-    (found,) = doctor.torchvision(Place("alone", 0, 1, 0, 1), doctor.Asked())
+    (found,) = doctor.torchvision(Place("alone", 0, 1, 0, 1), doctor.DoctorOptions())
     assert found.level == doctor.WARN and found.text == (
         f"torchvision 0.99.1+cu130 does not fit torch {torch.__version__}: its import fails (RuntimeError: operator "
         "torchvision::nms does not exist)"
     )
     plain = torch.__version__.partition("+")[0]
-    assert f"pip install --force-reinstall torch=={plain} torchvision==0.99.1 --index-url " in found.cure
+    assert f"pip install --force-reinstall torch=={plain} torchvision==0.99.1 --index-url " in found.fix
     command = [sys.executable, "-m", "fedmpi.plugins.torchvision"]  # as launch/setup.sh asks
     done = subprocess.run(command, env=environ, cwd=REPO, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 1 and done.stderr == f"{found.text}; {found.cure}\n"
+    assert done.returncode == 1 and done.stderr == f"{found.text}; {found.fix}\n"
 
 
 def test_a_torchvision_that_fits_is_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     environ = made_up(tmp_path, "")
     assert imports.torchvision_trouble(environ) is None
     monkeypatch.setattr(doctor, "outside", lambda: environ)
-    (found,) = doctor.torchvision(Place("alone", 0, 1, 0, 1), doctor.Asked())
-    assert found.level == doctor.OK and not list(doctor.torchvision(Place("torchrun", 1, 2, 1, 2), doctor.Asked()))
+    (found,) = doctor.torchvision(Place("alone", 0, 1, 0, 1), doctor.DoctorOptions())
+    assert found.level == doctor.OK
+    assert not list(doctor.torchvision(Place("torchrun", 1, 2, 1, 2), doctor.DoctorOptions()))

@@ -33,7 +33,7 @@ _fedmpi() {
         COMPREPLY=($(compgen -W "@COMMANDS@" -- "$cur"))
         return
     fi
-    for ((i = 2; i < COMP_CWORD; i++)); do  # 'submit ... -- train ...' goes on as train
+    for ((i = 2; i < COMP_CWORD; i++)); do  # 'submit ... -- train ...' completes like train
         if [[ ${COMP_WORDS[i]} == "--" ]]; then command=train; fi
     done
     if [[ $cur == -* ]]; then

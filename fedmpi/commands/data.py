@@ -213,9 +213,7 @@ def prepared(name: str, folder: Path | None) -> str:
     lines = [f"{name}: {about}"] + ([f"  {data.note}"] if data.note else [])
     path = next((path for path in files if read_prepared(path, source, base, quiet=True) is not None), None)
     if path is None:
-        return "\n".join(
-            [*lines, f"  read in {seconds:.1f} s and not kept: data root and cache are not writable"]
-        )
+        return "\n".join([*lines, f"  read in {seconds:.1f} s and not kept: data root and cache are not writable"])
     done = "prepared already, verified" if mark(path) in before else "prepared"
     lines.append(f"  {done} in {seconds:.1f} s: {path}, {amount(path.stat().st_size)}")
     return "\n".join([*lines, f"  SHA-256 of its content: {written_digest(path)}"])

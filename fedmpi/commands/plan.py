@@ -1,17 +1,19 @@
-"""The command `fedmpi plan`: what a run would send, hold and wait for on so many ranks, without starting them.
+"""`fedmpi plan`: forecast traffic, memory and load balance of a run on any number of ranks, without starting them.
 
-It goes the way of a run as far as one process can: the same checks, data, split and model, the draw of the first
-rounds, and then the very code that moves and counts bytes, on torch's `meta` device: a transport that knows its rank
-and its size, hands out tensors without memory, and sends nothing. What a program, a client's step and a scored block
-take cannot be reckoned, so it is tried once, here, and read from the kernel's account of this process.
+It follows a run as far as one process can: the same checks, data, split and model, the cohorts of the first rounds,
+and then the very code that sends and counts bytes, on torch's `meta` device: a transport that knows its rank and size,
+hands out tensors without memory, and sends nothing. The memory of the program, of a client's step and of an evaluation
+batch is measured by trying them once in this process.
 
 N: a full padded vector.  S: the slice that a rank owns.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,63 +36,58 @@ from ..comm import Comm, Rows, SoloComm, Update, Wait
 from ..comm.node import Node
 from ..data import Arrays, Data, Partition
 from ..errors import UserError, one_line
+from ..experiments.tables import Table, lines
 from ..local import LocalRule
 from ..local.update import Update as ClientUpdate
 from ..meta import take_meta_step
+from ..plugins.knobs import knob
 from ..rounds import Plan, State, begin, make_sums, move_model
 from ..runs.build import Prepared, load_data, make_task, plan_of, prepare
 from ..runs.config import Config
 from ..runs.log import set_up
 from ..runs.malloc import keep_freed_memory
-from ..runs.options import parse
+from ..runs.options import HELP, flag, parse, read_options, several
 from ..runs.run import header
-from ..runs.text import align, amount
+from ..runs.text import amount
 from ..server import ServerRule
 
 META = torch.device("meta")
-DRAWN = 50  # rounds whose cohorts are looked at
-MET = 5000  # rounds that are drawn to know which clients will have kept something; beyond it, all
-STEPS = 2  # of the client that is tried
-WAITS = 0.1  # the share of local training that ranks may wait, before it is told
+DRAWN = 50  # rounds whose cohorts are drawn
+STEPS = 2  # steps of the client that is tried
+WAITS = 0.1  # share of local training that ranks may wait without a warning
 MOST_RANKS = 1 << 16
-SMALL = 1024  # elements of a slice, below which a message costs its latency and little else
-ABOUT = """usage: fedmpi plan --ranks N [N ...] [--ranks_per_node N] [--json] [options of train]
-
-What a run would be like on so many ranks, without starting them: the bytes that are sent in a round, the memory of a
-rank and of a node, how many clients a rank has and how evenly they are spread, and what speaks against it.
-
-  --ranks N [N ...]     world sizes to look at
-  --ranks_per_node N    ranks that share a node (default: 1)
-  --json                one JSON object for each world size, in bytes
-
-Everything else is as for 'fedmpi train', whose --help lists it; nothing is written.
-"""
+ABOUT = """Forecast a run on any number of ranks without starting them: bytes sent per round, memory per rank and node,
+and how evenly the clients are spread."""
+NOTES = "All options of 'fedmpi train' can be given too; see 'fedmpi train --help'. Nothing is written."
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What `plan` is asked for, beside the run."""
+class PlanOptions:
+    """Options of `fedmpi plan` besides those of `train`."""
 
-    ranks: list[int]
-    ranks_per_node: int = 1
-    json: bool = False
+    ranks: list[int] = several("N", type=int)
+    """World sizes to forecast."""
+    ranks_per_node: int = knob(1, low=1, high=MOST_RANKS)
+    """Ranks that share a node."""
+    json: bool = flag()
+    """Print one JSON object per world size, with sizes in bytes."""
 
 
 @dataclass(frozen=True)
 class Sent:
-    """Bytes that are sent in a round, counted as in a run's metrics."""
+    """Bytes sent per round, counted as in a run's metrics."""
 
     total: int
-    """by all ranks, to others on the node too"""
+    """by all ranks, including to ranks of the same node"""
     away: int
     """of these, to other nodes"""
     most: int
-    """by the rank that sends most"""
+    """by the rank that sends the most"""
 
 
 @dataclass(frozen=True)
 class Size:
-    """Bytes of memory: of a rank (what its processes maps: its Rss), and of a node, where shared memory counts once."""
+    """Bytes of memory: of a rank (its resident set), and of a node, where shared memory counts once."""
 
     rank: int
     node: int
@@ -98,30 +95,28 @@ class Size:
 
 @dataclass(frozen=True)
 class Balance:
-    """How clients are spread over the ranks, over the rounds that were drawn."""
+    """How clients are spread over the ranks in the rounds that were drawn."""
 
     clients: float
-    """a rank has on average"""
+    """mean number per rank"""
     most: int
-    """that one rank has in a round"""
+    """largest number on a rank in a round"""
     empty: float
-    """ranks without a client, on average"""
+    """mean number of ranks without a client"""
     ratio: float
-    """the largest load of a rank over the mean: the median of the rounds"""
+    """largest load of a rank over the mean: the median of the rounds"""
     worst: float
-    """and the largest"""
-    best: float
-    """the median of what a placement that can cut no client in two could reach at best"""
+    """the same: the largest of the rounds"""
 
     @property
     def waiting(self) -> float:
-        """The share of local training that ranks wait for the last one."""
+        """The share of local training that ranks wait for the slowest one."""
         return 1 - 1 / self.ratio
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What is to be expected of one world size."""
+    """The forecast for one world size."""
 
     ranks: int
     nodes: int
@@ -140,17 +135,17 @@ class Forecast:
         return sum(size.node for size in self.memory.values())
 
     def as_json(self) -> str:
-        """One line."""
+        """Return the forecast as one line of JSON."""
         record = dataclasses.asdict(self) | {"rank_bytes": self.rank_bytes, "node_bytes": self.node_bytes}
         record["balance"]["waiting"] = self.balance.waiting
         return json.dumps(record)
 
 
-# ------------------------------------------------------------------------------------------------ a world of nobody
+# Dry run: traffic, and memory of the state and the sums
 
 
 class DryNode(Node):
-    """A node whose shared memory is none; it knows how many ranks would map each tensor."""
+    """A node without shared memory that knows how many ranks would map each tensor."""
 
     def __init__(self, comm: Comm, nodes: list[list[int]]) -> None:
         super().__init__(comm, nodes, Path())
@@ -164,13 +159,14 @@ class DryNode(Node):
 
 
 class DryComm(Comm):
-    """One rank's end of a line that nobody is on. `away` counts what would go to other nodes."""
+    """A transport of one rank that sends nothing. `away` counts the bytes that would go to other nodes."""
 
     name = "plan"
 
     def __init__(self, rank: int, nodes: list[list[int]], shares: bool) -> None:
         super().__init__(rank, sum(map(len, nodes)))
-        self.away, self.alone = 0, len(nodes) == 1
+        self.away = 0
+        self.alone = len(nodes) == 1
         self.mates = next(ranks for ranks in nodes if rank in ranks)
         if shares and self.size > 1:
             self.node = DryNode(self, nodes)
@@ -192,16 +188,20 @@ class DryComm(Comm):
         raise SystemExit(code)
 
     def mappers(self, x: Tensor) -> int:
-        """How many ranks would map a tensor."""
+        """Return how many ranks would map a tensor."""
         return self.node.mapped.get(id(x), (x, 1))[1] if isinstance(self.node, DryNode) else 1
 
 
 class Blueprint:
-    """Clients on the meta device, which has no memory: they never train."""
+    """Clients on the meta device, which has no memory. They never train."""
 
     def __init__(self, task: Task, ranks: int) -> None:
-        self.layout, self.sizes, self.meta_size, self.device = task.layout, task.sizes, task.meta_size, META
-        self.length, self.ints = task.layout.padded(ranks), task.start()[1]
+        self.layout = task.layout
+        self.sizes = task.sizes
+        self.meta_size = task.meta_size
+        self.device = META
+        self.length = task.layout.padded(ranks)
+        self.ints = task.start()[1]
 
     def start(self) -> tuple[Tensor, Tensor]:
         return torch.empty(self.length, device=META), self.ints.clone()
@@ -215,7 +215,7 @@ class Blueprint:
 
 @dataclass(frozen=True)
 class Dry:
-    """A rank as it would be: its books and its state, without memory."""
+    """The state and the sums of one rank, without memory."""
 
     comm: DryComm
     state: State
@@ -228,38 +228,37 @@ class Dry:
         return cls(comm, state, make_sums(plan, algorithm, clients, comm, state.model_N))
 
     def round(self, algorithm: Algorithm, task: Task, cohort: Cohort) -> tuple[int, int]:
-        """The bytes that this rank sends in a round, and those of them that go to other nodes: all that `run_round`
-        says to others once its clients have trained."""
+        """Return the bytes that this rank sends per round after local training, and how many go to other nodes."""
         comm, sent, away = self.comm, self.comm.sent, self.comm.away
         state, sums = self.state, self.sums
         sums.reset(cohort, 1, state.ints)
         ints = sums.agree().ints
         move_model(state, algorithm, Totals(cohort.total, 0.0, cohort.cids, (), ints), sums)
         if algorithm.meta is not None and sums.meta is not None:
-            step = replace(algorithm.meta, batch=task.meta_size)  # one block, which rank 0 has: no gradient here
+            step = replace(algorithm.meta, batch=task.meta_size)  # one block, on rank 0: no gradient here
             clients, params = Blueprint(task, comm.size), task.layout.params
             take_meta_step(state.model_N, state.ints, 1, step, clients, sums.meta, comm, params)
         return comm.sent - sent, comm.away - away
 
 
 def idle(algorithm: Algorithm) -> Algorithm:
-    """The same algorithm without its arithmetic, which a user's own may not be able to do without numbers."""
+    """Return the algorithm without its arithmetic: a user's own rules may not work on the meta device."""
     mask = replace(algorithm.mask, keep=lambda votes_S, *_: votes_S.float())
     return replace(algorithm, mask=mask, server=ServerRule(algorithm.server.moments, lambda *_: None))
 
 
 def nodes_of(ranks: int, ranks_per_node: int) -> list[list[int]]:
-    """The ranks of every node; the last may have fewer."""
+    """Return the ranks of every node; the last may have fewer."""
     return [list(range(first, min(first + ranks_per_node, ranks))) for first in range(0, ranks, ranks_per_node)]
 
 
 def dry_run(
     algorithm: Algorithm, task: Task, plan: Plan, nodes: list[list[int]], shares: bool, cohorts: list[Cohort]
 ) -> tuple[Sent, dict[str, Size]]:
-    """What the ranks send in a round (the mean of the cohorts), and the memory of rank 0, which receives for its node.
+    """Return what the ranks send per round (the mean of the cohorts), and the memory of rank 0.
 
-    Ranks of nodes of the same size send the same; one of each is looked at, and never rank 0, which would have to take
-    the meta gradient.
+    Ranks of nodes of the same size send the same, so one of each is tried, but never rank 0, which would have to
+    compute the meta gradient.
     """
     algorithm, ranks = idle(algorithm), sum(map(len, nodes))
     counts = Counter(map(len, nodes))
@@ -279,7 +278,7 @@ def dry_run(
 
 
 def held(dry: Dry, ranks_here: int) -> dict[str, Size]:
-    """The memory of a rank's state and books, by what it is for."""
+    """Return the memory of a rank's state and sums by purpose."""
     state, sums = dry.state, dry.sums
     groups: dict[str, Any] = {
         "model": state.model_N,
@@ -290,7 +289,7 @@ def held(dry: Dry, ranks_here: int) -> dict[str, Size]:
         "squares": sums.deltas.squares,
         "channels": sums.channels,
         "meta gradient": sums.meta,
-        "of the wire": (state, sums),  # what is not in another group
+        "of the wire": (state, sums),  # everything that is in no other group
     }
     seen, sizes = set[int](), dict[str, Size]()
     for name, group in groups.items():
@@ -305,7 +304,7 @@ def held(dry: Dry, ranks_here: int) -> dict[str, Size]:
 
 
 def tensors(thing: Any) -> Iterator[Tensor]:
-    """Every tensor of a state or of a rank's books."""
+    """Yield every tensor of a state or of a rank's sums."""
     if isinstance(thing, Tensor):
         yield thing
     elif isinstance(thing, State | Sums | Accumulator | Rows | Compressor | Update):
@@ -317,11 +316,11 @@ def tensors(thing: Any) -> Iterator[Tensor]:
             yield from tensors(one)
 
 
-# ---------------------------------------------------------------------------------------------- memory by measuring
+# Measured memory
 
 
 def status(field: str) -> int:
-    """Bytes of this process by the kernel's account; 0 where there is none."""
+    """Return a size of this process in bytes from /proc; 0 if there is none."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
@@ -329,29 +328,15 @@ def status(field: str) -> int:
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{field}:")), 0)
 
 
-def program() -> tuple[int, int]:
-    """What the program takes of this process: memory of its own, and pages of files, which the ranks of a node
-    share."""
-    return status("RssAnon"), status("RssFile")
-
-
-def forget_peak() -> None:
-    """Let the kernel's account of the peak begin anew."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return
-
-
 @torch.no_grad()
 def try_step(prepared: Prepared, task: Task, plan: Plan) -> int:
-    """The peak of memory beyond what there was while clients take a few steps and a block of the test set is scored:
-    what the rule holds, what the model needs for its layers, and what libraries load when they are first used."""
+    """Return the peak memory of a few client steps and one evaluation batch beyond what was in use before."""
     algorithm, cfg = prepared.algorithm, prepared.cfg
     state = begin(task, algorithm, SoloComm())
-    task.delta_N.zero_()  # fresh memory is none before it is written
+    task.delta_N.zero_()  # fresh memory takes no pages until it is written
     task.grad_P.zero_()
-    forget_peak()
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = status("VmRSS")
     work = replace(plan.work, steps=STEPS)
 
@@ -370,7 +355,7 @@ def try_step(prepared: Prepared, task: Task, plan: Plan) -> int:
 
 
 def data_sizes(data: Data, partition: Partition, ranks_here: int) -> dict[str, Size]:
-    """The memory of the data: mapped from the prepared file, or each rank's own; and of the split."""
+    """Return the memory of the data, which is shared if mapped from a prepared file, and of the split."""
     sizes = {}
     if isinstance(data, Arrays):
         known = [t for t in vars(data).values() if isinstance(t, Tensor)]
@@ -382,67 +367,59 @@ def data_sizes(data: Data, partition: Partition, ranks_here: int) -> dict[str, S
     return sizes | {"split": Size(split, split * ranks_here)}
 
 
-def memory_sizes(
-    cfg: Config, algorithm: Algorithm, params: int, met: np.ndarray, most: int, nodes: list[list[int]]
-) -> dict[str, Size]:
-    """The memory of what clients keep, at the end of the run, up to the limit; the rest is in files."""
-    row = 4 * params * len(algorithm.local.keeps)
-    if not row:
+def memory_sizes(cfg: Config, algorithm: Algorithm, params: int, most: int, nodes: list[list[int]]) -> dict[str, Size]:
+    """Return the memory of the client states at the end of the run, up to --memory.limit; the rest is in files."""
+    if not algorithm.local.keeps:
         return {}
-    ranks = sum(map(len, nodes))
-    rows = np.bincount(met % ranks, minlength=ranks) + most  # those of a round are written beside the old ones
-    limit = int(cfg.memory.limit * 2**30)
-    held_bytes = np.minimum(rows * row, limit)
-    here = [int(held_bytes[ranks_here].sum()) for ranks_here in nodes]
-    return {"clients' memories": Size(int(held_bytes.max()), max(here))}
+    clients = min(cfg.clients, cfg.rounds * cfg.cohort)
+    rows = math.ceil(clients / sum(map(len, nodes))) + most  # a round writes its own next to the old ones
+    held_bytes = min(4 * params * len(algorithm.local.keeps) * rows, int(cfg.memory.limit * 2**30))
+    return {"clients' memories": Size(held_bytes, held_bytes * len(nodes[0]))}
 
 
-# ------------------------------------------------------------------------------------------------------- forecasting
+# Forecast
 
 
 def balance_of(cohorts: list[Cohort], loads: list[list[int]], ranks: int) -> Balance:
-    """How evenly the cohorts are spread."""
-    ratios, best, empty, most = [], [], [], 0
+    """Return how evenly the cohorts are spread over the ranks."""
+    ratios: list[float] = []
     for cohort, each in zip(cohorts, loads, strict=True):
         busy = np.bincount(cohort.ranks, weights=each, minlength=ranks)
         ratios.append(float(busy.max() / busy.mean()))
-        best.append(max(1.0, max(each) / float(busy.mean())))
-        empty.append(ranks - len(set(cohort.ranks)))
-        most = max(most, cohort.most_on_a_rank)
-    return Balance(len(cohorts[0].cids) / ranks, most, fmean(empty), median(ratios), max(ratios), median(best))
+    return Balance(
+        clients=len(cohorts[0].cids) / ranks,
+        most=max(cohort.most_on_a_rank for cohort in cohorts),
+        empty=fmean(ranks - len(set(cohort.ranks)) for cohort in cohorts),
+        ratio=median(ratios),
+        worst=max(ratios),
+    )
 
 
-def warnings_of(cfg: Config, at_home: bool, balance: Balance, ranks: int, length: int) -> Iterator[str]:
-    """What speaks against a world size, in words."""
-    if ranks > cfg.cohort:
+def warnings_of(cohort: int, balance: Balance, ranks: int) -> Iterator[str]:
+    """Yield the warnings about a world size."""
+    if ranks > cohort:
         yield (
-            f"{balance.empty:.0f} of {ranks} ranks have no client in a round of {cfg.cohort}: use at most {cfg.cohort} "
-            "ranks, or a larger --cohort"
+            f"{balance.empty:.0f} of {ranks} ranks have no client in a round of {cohort}: use at most {cohort} ranks, "
+            "or a larger --cohort"
         )
     elif balance.waiting > WAITS:
-        share = f"ranks wait for {balance.waiting:.0%} of local training"
-        if balance.best > 1 / (1 - WAITS):
-            yield f"{share}, as the largest client of a round has more to do than a rank's part: use fewer ranks"
-        elif at_home:
-            yield f"{share}, as clients with a memory train where it is: use fewer ranks, or a larger --cohort"
-        else:
-            yield f"{share}: use fewer ranks, or a larger --cohort"
-    if ranks > 1 and length // ranks < SMALL:
-        yield f"a rank owns only {length // ranks} numbers of the model: messages cost their latency, not their bytes"
+        yield f"ranks wait for {balance.waiting:.0%} of local training: use fewer ranks, or a larger --cohort"
 
 
 def forecast(
-    prepared: Prepared, task: Task, data: Data, asked: Asked, own: tuple[int, int], step: int
+    prepared: Prepared, task: Task, data: Data, options: PlanOptions, own: tuple[int, int], step: int
 ) -> Iterator[Forecast]:
-    """What is to be expected of each world size."""
+    """Yield the forecast for each world size. `own`: the program's anonymous memory, and its pages of files; `step`:
+    the memory of a client's step."""
     cfg, algorithm, layout = prepared.cfg, prepared.algorithm, task.layout
-    plan, at_home = plan_of(prepared), bool(algorithm.local.keeps)
-    sizes, numbers = task.partition.sizes, range(1, min(cfg.rounds, DRAWN) + 1)
-    met = clients_met(cfg, sizes) if at_home else np.zeros(0, dtype=np.int64)
+    plan = plan_of(prepared)
+    at_home = bool(algorithm.local.keeps)
+    sizes = task.partition.sizes
+    numbers = range(1, min(cfg.rounds, DRAWN) + 1)
     loads: list[list[int]] = []
-    for ranks in asked.ranks:
-        nodes = nodes_of(ranks, asked.ranks_per_node)
-        here = len(nodes[0])
+    for ranks in options.ranks:
+        nodes = nodes_of(ranks, options.ranks_per_node)
+        local = len(nodes[0])
         cohorts = [draw(cfg.seed, n, sizes, cfg.cohort, ranks, plan.work, at_home) for n in numbers]
         loads = loads or [
             [load(plan.work, cfg.seed, n, cid, weight) for cid, weight in zip(one.cids, one.weights, strict=True)]
@@ -450,51 +427,47 @@ def forecast(
         ]
         balance = balance_of(cohorts, loads, ranks)
         shares = not on_gpu(cfg)
-        sent, books = dry_run(algorithm, task, plan, nodes, shares, cohorts)
+        sent, held_bytes = dry_run(algorithm, task, plan, nodes, shares, cohorts)
         vectors = 4 * (2 * layout.padded(ranks) + layout.params)
-        saved = 4 * layout.padded(ranks) // ranks * bool(cfg.checkpoint.keep)
-        saved *= 1 + len(algorithm.server.moments) + sum(channel.to == "shared" for channel in algorithm.local.sends)
+        saved = 0
+        if cfg.checkpoint.keep:
+            shared = sum(channel.to == "shared" for channel in algorithm.local.sends)
+            saved = 4 * layout.padded(ranks) // ranks * (1 + len(algorithm.server.moments) + shared)
         memory = {
-            "program": Size(sum(own), own[0] * here + own[1]),
-            "a client's step": Size(step, step * here),
-            **data_sizes(data, task.partition, here),
-            "work vectors": Size(vectors, vectors * here),
-            **books,
-            **memory_sizes(cfg, algorithm, layout.params, met, balance.most, nodes),
-            "checkpoint": Size(saved, saved * here),
+            "program": Size(sum(own), own[0] * local + own[1]),
+            "a client's step": Size(step, step * local),
+            **data_sizes(data, task.partition, local),
+            "work vectors": Size(vectors, vectors * local),
+            **held_bytes,
+            **memory_sizes(cfg, algorithm, layout.params, balance.most, nodes),
+            "checkpoint": Size(saved, saved * local),
         }
-        told = tuple(warnings_of(cfg, at_home, balance, ranks, layout.length))
-        yield Forecast(ranks, len(nodes), asked.ranks_per_node, sent, balance, memory, told)
-
-
-def clients_met(cfg: Config, sizes: np.ndarray) -> np.ndarray:
-    """The clients that take part in any round of the run; all of them where the rounds are very many."""
-    if cfg.rounds > MET:
-        return np.arange(cfg.clients)
-    met = set[int]()
-    for number in range(1, cfg.rounds + 1):
-        met.update(draw(cfg.seed, number, sizes, cfg.cohort, 1, at_home=True).cids)
-    return np.array(sorted(met))
+        yield Forecast(
+            ranks=ranks,
+            nodes=len(nodes),
+            ranks_per_node=options.ranks_per_node,
+            sent=sent,
+            balance=balance,
+            memory=memory,
+            warnings=tuple(warnings_of(cfg.cohort, balance, ranks)),
+        )
 
 
 def on_gpu(cfg: Config) -> bool:
-    """Whether ranks would train on GPUs, where they share no memory."""
+    """Return whether ranks would train on GPUs, where they share no memory."""
     return cfg.device.startswith("cuda") or (cfg.device == "auto" and torch.cuda.is_available())
 
 
-# ------------------------------------------------------------------------------------------------------- the command
+# The command
 
 
 def main(arguments: list[str]) -> int:
-    """`fedmpi plan`: print a forecast for each world size."""
-    if not arguments or {"-h", "--help"} & set(arguments):
-        print(ABOUT, end="")
-        return 0 if arguments else 2
+    """`fedmpi plan`: print a forecast for each world size; return the exit code."""
     set_up(rank=0, size=1)
-    asked, rest = divided(arguments)
+    options, rest = read(arguments)
     prepared = prepare(parse(rest))
     cfg = prepared.cfg
-    own = program()
+    own = status("RssAnon"), status("RssFile")
     data, partition, meta = load_data(cfg)
     keep_freed_memory()
     torch.set_num_threads(cfg.threads or 1)
@@ -506,76 +479,69 @@ def main(arguments: list[str]) -> int:
     except (Exception, SystemExit) as error:
         notes.append(f"a client's step could not be tried ({type(error).__name__}: {one_line(error)})")
     if not own[0]:
-        notes.append("this system tells nothing of a process's memory: program and step are not counted")
+        notes.append("this system has no /proc/self/status: the memory of the program and of a step is not counted")
     if not isinstance(data, Arrays):
-        notes.append("what your Dataset and its --workers hold is not counted")
+        notes.append("the memory of your Dataset and its --workers is not counted")
     if on_gpu(cfg):
-        notes.append("memory was tried on the CPU; on a GPU vectors, data and a step's layers are in its memory")
-    found = list(forecast(prepared, task, data, asked, own, step))
-    if asked.json:
+        notes.append("memory was measured on the CPU; on a GPU vectors, data and activations are in its memory")
+    found = list(forecast(prepared, task, data, options, own, step))
+    if options.json:
         print("\n".join(one.as_json() for one in found))
         return 0
     print(re.sub(r"; 1 rank [^,]*, \d+ threads? each", "", header(prepared, task, SoloComm())) + "\n")
-    print(table(found) + "\n\n" + memory_table(found))
-    words = [f"{one.ranks} ranks: {sentence}" for one in found for sentence in one.warnings] + notes
-    print("".join(f"\n{sentence}" for sentence in words), end="\n" if words else "")
+    print("\n".join([*table(found), "", *memory_table(found)]))
+    notes = [f"{one.ranks} ranks: {text}" for one in found for text in one.warnings] + notes
+    if notes:
+        print("\n" + "\n".join(notes))
     return 0
 
 
-def divided(arguments: list[str]) -> tuple[Asked, list[str]]:
-    """The options of `plan`, and those of `train`."""
-    ranks, per_node, as_json, rest = list[str](), "1", False, list[str]()
-    words = list(arguments)
-    while words:
-        name, equals, value = words.pop(0).partition("=")
-        option = name.replace("-", "_").replace("__", "--", 1)
-        if option == "--ranks":
-            ranks += value.split(",") if equals else []
-            while not equals and words and not words[0].startswith("--"):
-                ranks.append(words.pop(0))
-        elif option == "--ranks_per_node":
-            per_node = value if equals else words.pop(0) if words else ""
-        elif option == "--json":
-            as_json = True
+def read(arguments: list[str]) -> tuple[PlanOptions, list[str]]:
+    """Return the options of `plan`, and the rest for `train`."""
+    known = {f"--{f.name}" for f in dataclasses.fields(PlanOptions)} | HELP
+    own: list[str] = []
+    rest: list[str] = []
+    target = rest
+    for word in arguments:
+        option, equals, value = word.partition("=")
+        if option.startswith("-"):
+            option = option.replace("-", "_").replace("__", "--", 1) if option.startswith("--") else option
+            target = own if option in known else rest
+        if target is rest:
+            rest.append(word)
+        elif equals:
+            own += [option, *value.split(",")]
         else:
-            rest.append(name + equals + value)
-    if not ranks:
-        raise UserError("plan needs to know how many ranks; give world sizes, such as --ranks 2 4 64")
-    asked = Asked([whole("--ranks", word) for word in ranks], whole("--ranks_per_node", per_node), as_json)
-    return asked, rest
+            own.append(option)
+    options = read_options(PlanOptions, own, "plan", ABOUT, usage="--ranks N [N ...] [options]", notes=NOTES)
+    if not options.ranks:
+        raise UserError("plan needs world sizes, such as --ranks 2 4 64")
+    if not all(1 <= ranks <= MOST_RANKS for ranks in options.ranks):
+        raise UserError(f"--ranks is {options.ranks}; each must be in [1, {MOST_RANKS}]")
+    return options, rest
 
 
-def whole(option: str, word: str) -> int:
-    """A number of ranks."""
-    if not word.isdecimal() or not 1 <= int(word) <= MOST_RANKS:
-        raise UserError(f"{option} is '{word}'; it must be a whole number from 1 to {MOST_RANKS}")
-    return int(word)
-
-
-def table(found: list[Forecast]) -> str:
-    """Bytes, memory and balance, a line for each world size."""
-    head = ("ranks", "nodes", "clients a rank", "idle ranks", "largest/mean (worst)", "waiting", "sent a round")
-    lines: list[tuple[str, ...]] = [(*head, "of it away", "a rank, most", "memory a rank", "a node")]
+def table(found: list[Forecast]) -> list[str]:
+    """Return the table of balance, traffic and memory, one line per world size."""
+    head = ("ranks", "nodes", "clients/rank", "idle ranks", "largest/mean (worst)", "waiting", "sent/round")
+    columns = (*head, "of it away", "most by a rank", "memory/rank", "memory/node")
+    rows = []
     for one in found:
         spread, sent = one.balance, one.sent
-        lines.append(
-            (
-                str(one.ranks),
-                str(one.nodes),
-                f"{spread.clients:.3g} (most {spread.most})",
-                f"{spread.empty:.4g}",
-                f"{spread.ratio:.2f} ({spread.worst:.2f})",
-                f"{spread.waiting:.0%}",
-                *(amount(value) for value in (sent.total, sent.away, sent.most, one.rank_bytes, one.node_bytes)),
-            )
+        row = (
+            str(one.ranks),
+            str(one.nodes),
+            f"{spread.clients:.3g} (most {spread.most})",
+            f"{spread.empty:.4g}",
+            f"{spread.ratio:.2f} ({spread.worst:.2f})",
+            f"{spread.waiting:.0%}",
         )
-    return "\n".join(align(lines, "lr"))
+        rows.append((*row, *map(amount, (sent.total, sent.away, sent.most, one.rank_bytes, one.node_bytes))))
+    return lines(Table("", columns, rows))
 
 
-def memory_table(found: list[Forecast]) -> str:
-    """What the memory of a rank is for."""
+def memory_table(found: list[Forecast]) -> list[str]:
+    """Return the table of a rank's memory by purpose, one column per world size."""
     names = list(dict.fromkeys(name for one in found for name in one.memory))
-    lines: list[tuple[str, ...]] = [("memory of a rank, of", *(str(one.ranks) for one in found))]
-    for name in names:
-        lines.append((name, *(amount(one.memory[name].rank) if name in one.memory else "-" for one in found)))
-    return "\n".join(align(lines, "lr"))
+    rows = [[name, *(amount(one.memory[name].rank) if name in one.memory else "-" for one in found)] for name in names]
+    return lines(Table("", ("memory per rank", *(f"{one.ranks} ranks" for one in found)), rows))

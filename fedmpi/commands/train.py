@@ -1,4 +1,4 @@
-"""`fedmpi train`: train as a rank of whatever launched this process; with --ranks, launch the ranks."""
+"""`fedmpi train`: train as one rank of a launch, or launch --ranks on this machine."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ def main(arguments: list[str]) -> int:
     rank = Rank.begin()
     from ..runs.options import split_launch
 
-    asked, arguments = split_launch(arguments)
-    if asked.ranks == 1:
+    options, arguments = split_launch(arguments)
+    if options.ranks == 1:
         return rank.train(arguments)
     from ..cluster.launcher import launch
 
-    return launch(asked, arguments)
+    return launch(options, arguments)

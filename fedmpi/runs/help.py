@@ -30,27 +30,19 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "clients": ("clients", "cohort", "min_clients", "local."),
     "server": ("server.", "meta."),
     "data": ("data", "split", "skew.", "augment", "data_root", "workers"),
-    "run": ("config", "print_config", "out", "resume", "max_minutes", "eval.", "evaluate", "log_to", "checkpoint.")
-    + ("verbose", "quiet"),
+    "run": (
+        *("config", "print_config", "out", "resume", "max_minutes", "checkpoint."),
+        *("eval.", "evaluate", "log_to", "verbose", "quiet"),
+    ),
     "cluster": ("ranks", "max_restarts", "comm", "device", "threads", "timeout"),
     "advanced": ("sum", "wire", "deterministic", "step.", "memory."),
 }
 """title -> options of `train` in this order; 'local.' stands for all options that begin with it"""
 
-SHORT: tuple[str, ...] = (
-    "algorithm",
-    "mask",
-    "tau",
-    "model",
-    "rounds",
-    "seed",
-    "clients",
-    "cohort",
-    "local.lr",
-    "local.epochs",
+SHORT = tuple(
+    "algorithm mask tau model rounds seed clients cohort local.lr local.epochs local.batch local.momentum server.lr "
+    "data split skew.alpha config out eval.every log_to ranks device".split()
 )
-SHORT += ("local.batch", "local.momentum", "server.lr", "data", "split", "skew.alpha", "config", "out", "eval.every")
-SHORT += ("log_to", "ranks", "device")
 """the options that `fedmpi train --help` shows"""
 
 
@@ -93,6 +85,9 @@ class Formatter(argparse.HelpFormatter):
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(text, width, break_on_hyphens=False)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return textwrap.fill(" ".join(text.split()), width, break_on_hyphens=False, break_long_words=False)
 
 
 EXTRA = (

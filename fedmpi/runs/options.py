@@ -64,7 +64,7 @@ def read_options(
     short: Mapping[str, str] | None = None,
     notes: str = "",
 ) -> T:
-    """Return the options of a command as a dataclass, checked; print its help and exit if that is asked for.
+    """Return the options of a command as a dataclass, checked; on --help print the help and exit.
 
     kind: fields are options, with `knob`, `flag` and `several`, or arguments (`positional`); their docstrings are the
     help texts. command: 'logs', 'data list'. usage: what follows the command's name. short: {"lines": "-n"}.
@@ -349,21 +349,17 @@ def unknown_option(given: str, known: Iterable[str], where: str = "", command: s
 
 def error_message(text: str, known: list[str], command: str) -> str:
     """Return a parser's error in one line: what was given, what is valid."""
+    names = {"float": "a number", "int": "a whole number", "bool": "true or false", "str": "a word"}
+    names |= {"NoneType": "null", "list": "a list of numbers"}
     key = re.search(r'key "([^"]+)"', text)
     value = re.search(r"(?:Got|Given) value: (.*)", text)
     if key and value:
-        kinds = dict(
-            float="a number",
-            int="a whole number",
-            bool="true or false",
-            str="a word",
-            NoneType="null",
-            list="a list of numbers",
-        )
         expected = dict.fromkeys(re.findall(r"Expected (?:a )?<class '(\w+)'>", text))
-        valid = " or ".join(kinds.get(kind, kind) for kind in expected)
-        return f"--{key[1]} is '{value[1]}'; it must be {valid}"
-    stray = re.search(r"unrecognized arguments: (\S+)", text)
-    if stray:
+        return f"--{key[1]} is '{value[1]}'; it must be {' or '.join(names.get(kind, kind) for kind in expected)}"
+    if wrong := re.fullmatch(r"argument (?:-\w/)?(\S+): invalid (\w+) value: (.*)", text):
+        return f"{wrong[1]} is {wrong[3]}; it must be {names.get(wrong[2], wrong[2])}"
+    if empty := re.fullmatch(r"argument (?:-\w/)?(\S+): expected (?:one|at least one) argument", text):
+        return f"{empty[1]} needs a value"
+    if stray := re.search(r"unrecognized arguments: (\S+)", text):
         return unknown_option(stray[1].partition("=")[0], known, command=command)
     return " ".join(text.split())

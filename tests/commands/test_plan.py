@@ -186,9 +186,6 @@ def test_balance_is_that_of_the_real_draw(capsys: pytest.CaptureFixture[str]) ->
     [
         (["--ranks", "9"], "4 of 9 ranks have no client in a round of 5: use at most 5 ranks, or a larger --cohort"),
         (["--ranks", "3", "--cohort", "4"], "ranks wait for 33% of local training"),
-        (["--ranks", "4", "--split", "quantity", "--skew.beta", "0.05"], "has more to do than a rank's part"),
-        (["--ranks", "4", "--algorithm", "scaffold", "--cohort", "8"], "clients with a memory train where it is"),
-        (["--ranks", "4", "--model", "logistic"], "numbers of the model: messages cost their latency"),
     ],
 )
 def test_waste_is_told_in_words(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,7 +200,7 @@ def test_the_tables_name_what_they_count(capsys: pytest.CaptureFixture[str]) -> 
     for words in (
         "ranks  nodes",
         "waiting",
-        "sent a round",
+        "sent/round",
         "work vectors",
         "program",
         "clients' memories",
@@ -221,12 +218,12 @@ def test_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--rounds", "2"], "plan needs to know how many ranks; give world sizes, such as --ranks 2 4 64"),
-        (["--ranks"], "plan needs to know how many ranks"),
-        (["--ranks", "two"], "--ranks is 'two'; it must be a whole number from 1 to 65536"),
-        (["--ranks", "0"], "--ranks is '0'; it must be a whole number"),
+        (["--rounds", "2"], "plan needs world sizes, such as --ranks 2 4 64"),
+        (["--ranks"], "--ranks needs a value"),
+        (["--ranks", "two"], "--ranks is 'two'; it must be a whole number"),
+        (["--ranks", "2", "0"], "--ranks is [2, 0]; each must be in [1, 65536]"),
         (["--ranks", "2", "--ranks_per_node", "x"], "--ranks_per_node is 'x'; it must be a whole number"),
-        (["--ranks", "2", "--ranks-per-node"], "--ranks_per_node is ''; it must be a whole number"),
+        (["--ranks", "2", "--ranks-per-node", "0"], "--ranks_per_node is 0; it must be in [1, 65536]"),
         (["--ranks", "2", "--algorithm", "fedavgg"], "unknown algorithm 'fedavgg'; did you mean 'fedavg'?"),
         (["--ranks", "2", "--chort", "3"], "unknown option '--chort'"),
         (["--ranks", "2", "--cohort", "5000"], "--cohort is 5000 but there are only 100 clients"),
@@ -239,8 +236,9 @@ def test_a_wrong_argument_is_one_sentence(arguments: list[str], words: str, caps
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--help"]) == 0
-    assert "--ranks_per_node" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as left:
+        main(["plan", "--help"])
+    assert left.value.code == 0 and "--ranks_per_node" in capsys.readouterr().out
     assert main(["plan"]) == 2
 
 
