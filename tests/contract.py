@@ -1,4 +1,4 @@
-"""What every transport promises, as one function that each rank runs; as a script, it is run by ranks of MPI."""
+"""The contract of a transport, as a function that each rank runs; as a script, for the ranks of MPI."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_contract(comm: Comm) -> None:
 
 
 def check_own(comm: Comm) -> None:
-    """The slices are equally long, in rank order, and views of the vector; a length that does not divide is refused."""
+    """Slices have equal length, are in rank order, and are views; a length not divisible by the size is an error."""
     x_N = torch.arange(4 * comm.size)
     assert comm.own(x_N).tolist() == [4 * comm.rank + i for i in range(4)]
     comm.own(x_N).zero_()
@@ -52,7 +52,7 @@ def check_sum(comm: Comm) -> None:
 
 
 def row(sender: int, to: int, dtype: torch.dtype, length: int, turn: int = 0) -> torch.Tensor:
-    """What `sender` has for `to`: every element tells from whom, to whom and which it is."""
+    """Return the row that `sender` has for `to`: every element encodes sender, receiver and index."""
     return ((sender * 31 + to * 7 + turn * 3 + torch.arange(length)) % 100).to(dtype)
 
 
@@ -72,7 +72,7 @@ def check_exchange(comm: Comm, dtype: torch.dtype, length: int) -> None:
 
 
 def check_rows_again_and_again(comm: Comm) -> None:
-    """Two sets of rows of different types in one exchange, turn after turn, with a verb between reading and writing."""
+    """Exchange two sets of rows of different types repeatedly, with a barrier between reading and writing."""
     large, small = comm.rows(1000, torch.float32), comm.rows(30, torch.int8)
     for turn in range(5):
         for rows in (large, small):
@@ -86,7 +86,7 @@ def check_rows_again_and_again(comm: Comm) -> None:
 
 
 def check_stream(comm: Comm) -> None:
-    """Buckets come in their order, each prepared before it is sent; rows of another type travel in place of mine."""
+    """Buckets arrive in order, each prepared before it is sent; with `wire`, `out` is sent instead of `mine`."""
     large, narrow = comm.rows(90_000, torch.int32), comm.rows(90_000, torch.float32, wire=torch.bfloat16)
     away = [r for r in comm.others if r not in (narrow.shared or ())]
     assert sorted(narrow.out) == sorted(away)
@@ -114,7 +114,7 @@ def check_stream(comm: Comm) -> None:
 
 
 def check_gather_in_buckets(comm: Comm) -> None:
-    """Several buckets are under way at once, and a small sum meanwhile is not mixed up with them."""
+    """Several buckets are in flight at once, and a sum in between is not mixed up with them."""
     x_N = comm.vector(60_000)
     own_S = comm.own(x_N)
     buckets = [slice(0, 31_000), slice(31_000, 60_000)]
@@ -137,7 +137,7 @@ def check_gather_in_buckets(comm: Comm) -> None:
 
 
 def check_update(comm: Comm) -> None:
-    """What travels is added to the slices where it arrives, on all ranks alike."""
+    """An update is added to the slice where it arrives, with the same result on all ranks."""
     x_N = comm.vector(40)
     own_S = comm.own(x_N)
     own_S.fill_(1.0)
@@ -151,8 +151,8 @@ def check_update(comm: Comm) -> None:
         update.mine_S.fill_(comm.rank + 0.5)
         own_S += update.mine_S
         comm.gather(x_N, [comm.start_gather(x_N, slice(0, 40), update)])
-        within, to = (len(node.ranks) - 1, len(node.other_leaders)) if node else (0, comm.size - 1)
-        assert comm.sent - before == 40 * (4 * within + 2 * to)
+        neighbours, receivers = (len(node.ranks) - 1, len(node.other_leaders)) if node else (0, comm.size - 1)
+        assert comm.sent - before == 40 * (4 * neighbours + 2 * receivers)
         assert x_N.view(comm.size, -1).tolist() == [[r + 1.5] * 40 for r in range(comm.size)]
     comm.barrier()
 
@@ -186,10 +186,10 @@ def check_agreed(comm: Comm) -> None:
         (OSError(5, "Broken", "f"), CommonError, "'f' cannot be used (Broken); see to that and try again"),
         (OSError(36, "Too long", "f"), UserError, "'f' cannot be used (Too long); give another path"),
     ):
-        with pytest.raises(kind) as told, agreed(comm):
+        with pytest.raises(kind) as raised, agreed(comm):
             if comm.rank == last:
                 raise error
-        assert str(told.value) == (f"rank {last}: " if comm.size > 1 else "") + text
+        assert str(raised.value) == (f"rank {last}: " if comm.size > 1 else "") + text
     if comm.size > 1:
         with pytest.raises(UserError, match="^rank 0: rank zero's$"), agreed(comm):
             raise UserError("rank zero's" if comm.rank == 0 else "another")

@@ -1,6 +1,6 @@
-"""Transports between ranks, shared memory on a node, and who launched this process (`env`).
+"""Transports between ranks, shared memory within a node, and launcher detection (`env`).
 
-Names are imported when they are first used: `fedmpi.comm.env` alone does not import torch.
+Names are imported on first use: `fedmpi.comm.env` alone does not import torch.
 """
 
 from __future__ import annotations
@@ -14,14 +14,32 @@ if TYPE_CHECKING:
     from .solo import SoloComm
     from .transports import agree_early, connect, pick
 
-__all__ = ["Comm", "Rows", "Update", "Wait", "agreed", "common_trouble", "tell_all"]
-__all__ += ["SoloComm", "agree_early", "connect", "pick", "share_node"]
+__all__ = [
+    "Comm",
+    "Rows",
+    "SoloComm",
+    "Update",
+    "Wait",
+    "agree_early",
+    "agreed",
+    "common_trouble",
+    "connect",
+    "pick",
+    "share_node",
+    "tell_all",
+]
 
-_HOMES = {"SoloComm": "solo", "agree_early": "transports", "connect": "transports", "pick": "transports"}
-_HOMES |= {"share_node": "node"}
+_MODULES = {
+    "SoloComm": "solo",
+    "agree_early": "transports",
+    "connect": "transports",
+    "pick": "transports",
+    "share_node": "node",
+}
+"""where a name is defined, if not in base"""
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'fedmpi.comm' has no attribute '{name}'")
-    return getattr(import_module(f"fedmpi.comm.{_HOMES.get(name, 'base')}"), name)
+    return getattr(import_module(f"fedmpi.comm.{_MODULES.get(name, 'base')}"), name)

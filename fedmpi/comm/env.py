@@ -1,24 +1,24 @@
-"""Who am I: rank, size and device, from whoever launched this process.
+"""Launcher detection: the rank, size and device of this process.
 
-Every launcher tells its processes who they are through environment variables. `find_place` reads them; it is a pure
-function of a mapping, so each case is a row in a test, most of them recorded from the real launcher.
+Launchers pass ranks to their processes in environment variables. `find_place` reads them; it is a pure function of a
+mapping, so each case is a row in a test, most of them recorded from the real launcher.
 
-Launchers nest: a Slurm step starts one torchrun agent or one MPI proxy a node, and those start the ranks. So they are
-read from the outside in, and the innermost one that names a rank decides:
+Launchers nest: a Slurm step starts one torchrun agent or one MPI proxy per node, and those start the ranks. So they are
+read from the outermost to the innermost, and the innermost one that sets a rank decides:
 
     srun < submitit < mpi (mpiexec, mpirun) < torchrun < fedmpi (train --ranks)
 
 - An srun task is a process of a numbered step. A batch script and an salloc shell have SLURM_NTASKS too, but no step
-  or one with a reserved number: what runs there without a launcher is alone.
-- `srun --mpi=pmi2` sets PMI_RANK beside SLURM_PROCID. That is one launch, reported as "srun": torch's ranks can meet
-  through the node list, and MPI works as well.
+  or one with a reserved number: a process started there without a launcher is alone.
+- `srun --mpi=pmi2` sets PMI_RANK in addition to SLURM_PROCID. That is one launch, reported as "srun": torch's ranks can
+  connect through the node list, and MPI works as well.
 - RANK and WORLD_SIZE without torchrun's own TORCHELASTIC_RUN_ID were set by hand, or by submitit's export. They must
-  agree with whatever else numbers this process; where nothing else does, they count as torchrun.
+  agree with the other launchers' variables; without any, they count as torchrun.
 
-A double launch (two launchers, each believing that it numbers the ranks) would train the same federation several times
-over into one folder, so it is refused. torchrun inside srun or mpiexec is one world if it has as many agents as there
-are outer tasks, or a rendezvous id that its user gave; mpiexec inside srun is one world if the step has one task a
-node, as MPI's own proxies do.
+A double launch (two launchers that both number the ranks) would train the same federation several times into one
+folder, so it is an error. torchrun inside srun or mpiexec is one world if it has as many agents as there are outer
+tasks, or a rendezvous id given by the user; mpiexec inside srun is one world if the step has one task per node, as
+MPI's own proxies have.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ Env = Mapping[str, str]
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 OPENMPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
 PMI = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-STORE = "FEDMPI_STORE"  # set for the ranks of 'fedmpi train --ranks': the file where they meet; empty on several nodes
-SECRET = "FEDMPI_SECRET"  # what the ranks of several nodes seal their rendezvous with (comm/sealed.py)
+STORE = "FEDMPI_STORE"  # set for ranks of 'fedmpi train --ranks': the rendezvous file; empty on several nodes
+SECRET = "FEDMPI_SECRET"  # seals the rendezvous of ranks on several nodes (comm/sealed.py)
 SUBMITIT = ("SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_NTASKS", "SUBMITIT_LOCAL_LOCALID", "SUBMITIT_LOCAL_NTASKS")
 
 HOST = r"(?:[\w.-]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"  # in a node list: text and brackets of numbers
-OWN_ID = r"none|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"  # TORCHELASTIC_RUN_ID where no user gave one
-RESERVED_STEPS = 0xFFFFFFF0  # Slurm numbers its batch, interactive and extern steps from here on
-RECORDED = (  # an allow-list: an environment also holds people's passwords
+OWN_ID = r"none|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"  # TORCHELASTIC_RUN_ID if the user gave none
+RESERVED_STEPS = 0xFFFFFFF0  # Slurm numbers its batch, interactive and extern steps from here
+RECORDED = (  # an allow-list: an environment may hold passwords
     "SLURM_JOB_ID",
     "SLURM_ARRAY_JOB_ID",
     "SLURM_ARRAY_TASK_ID",
@@ -64,31 +64,31 @@ RECORDED = (  # an allow-list: an environment also holds people's passwords
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process stands among the ranks, and who put it there."""
+    """The rank of this process and its launcher."""
 
     launcher: str  # fedmpi, torchrun, mpi, srun, submitit or alone
     rank: int
     size: int
     local_rank: int  # among the ranks of this node
     local_size: int
-    cores: int | None = None  # for this rank alone, where the launcher says so (srun --cpus-per-task)
+    cores: int | None = None  # of this rank, if the launcher assigned them (srun --cpus-per-task)
 
 
 def find_place(environ: Env) -> Place:
-    """The place that the launchers' variables give this process; a UserError where they contradict each other."""
+    """Return the place of this process by the launchers' variables; raise a UserError if they contradict each other."""
     if STORE in environ and (place := _read(environ, "fedmpi", TORCH)) is not None:
         return place
     place = None
-    for read in (_srun, _submitit, _mpi, _torchrun):  # from the outside in
+    for read in (_srun, _submitit, _mpi, _torchrun):  # outermost first
         place = read(environ, place)
     return place or Place("alone", 0, 1, 0, 1)
 
 
 def rendezvous(place: Place, environ: Env) -> tuple[str, int] | None:
-    """Host and port at which torch's ranks can meet, or None where the launcher names no such place (mpi, alone).
+    """Return host and port for torch's rendezvous, or None if the launcher provides none (mpi, alone).
 
-    MASTER_ADDR and MASTER_PORT count wherever both are set. Otherwise srun's tasks meet on the first node of their
-    step, at a port made of job, step and restart, so that a requeued job does not meet what its last life left behind.
+    MASTER_ADDR and MASTER_PORT are used if both are set. Otherwise srun's tasks use the first node of their step, and a
+    port derived from job, step and restart, so that a requeued job does not connect to remains of its previous run.
     """
     if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
         return environ["MASTER_ADDR"], _whole(environ, "MASTER_PORT", 1, 65535)
@@ -108,23 +108,23 @@ def rendezvous(place: Place, environ: Env) -> tuple[str, int] | None:
 
 
 def check_mpi_world(place: Place, rank: int, size: int) -> None:
-    """Raise a UserError unless MPI's COMM_WORLD is the world that the launcher promised; every rank must call it.
+    """Raise a UserError unless MPI's COMM_WORLD is the world that the launcher started; every rank must call it.
 
-    MPI started without its process manager does not fail: each process becomes a world of one, and would train alone.
+    MPI does not fail without its process manager: each process becomes a world of one, and would train alone.
     """
     if (rank, size) == (place.rank, place.size):
         return
     if size == place.size:
         raise UserError(
-            f"{place.launcher} calls this rank {place.rank} of {size} but MPI calls it {rank}: launched twice? "
-            "start with one of mpiexec and srun only"
+            f"this is rank {place.rank} of {size} by {place.launcher} but rank {rank} by MPI: launched twice? "
+            "start with either mpiexec or srun"
         )
     if place.launcher == "alone":
         raise UserError(
-            f"MPI sees a world of {size} but no launcher that fedmpi knows left its variables: start with srun or the "
-            f"mpiexec of MPICH or Open MPI, or export {', '.join(TORCH)} for each rank"
+            f"MPI sees a world of {size} but no known launcher set its variables: start with srun or the mpiexec of "
+            f"MPICH or Open MPI, or export {', '.join(TORCH)} for each rank"
         )
-    cures = {
+    fixes = {
         "srun": "start with 'srun --mpi=pmi2' (MPICH) or 'srun --mpi=pmix' (Open MPI), or with mpiexec inside sbatch",
         "submitit": "pass slurm_srun_args=['--mpi=pmi2'] (MPICH) or ['--mpi=pmix'] (Open MPI), or use --comm torch",
         "torchrun": f"use --comm torch, or start with 'mpiexec -n {place.size} python -m mpi4py -m fedmpi ...'",
@@ -133,11 +133,11 @@ def check_mpi_world(place: Place, rank: int, size: int) -> None:
     }
     harm = "each rank would train alone" if size == 1 else "the ranks would not be one federation"
     started = f"{place.launcher} started {place.size} ranks but MPI sees a world of {size}"
-    raise UserError(f"{started}, so {harm}: {cures[place.launcher]}")
+    raise UserError(f"{started}, so {harm}: {fixes[place.launcher]}")
 
 
 def threads_per_rank(place: Place, given: int | None, cores: int) -> int:
-    """Threads for this rank: as given, else what the launcher set aside for it, else its share of the node's cores."""
+    """Return the threads of this rank: as given, else the cores the launcher assigned, else a share of the node."""
     if given is not None:
         if given < 1:
             raise UserError(f"threads={given} but a rank needs at least 1; leave it out for a share of the cores")
@@ -148,17 +148,17 @@ def threads_per_rank(place: Place, given: int | None, cores: int) -> int:
 
 
 def available_cores() -> int:
-    """Cores that this process may run on, which in a container or a Slurm job are fewer than the machine has."""
+    """Return the number of cores that this process may use: in a container or a Slurm job not all of the machine's."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def choose_device(place: Place, want: str, cuda_devices: int) -> str:
-    """The torch device of this rank for "auto", "cpu", "cuda" or "cuda:N": "cpu" or "cuda:N".
+    """Return the torch device of this rank, "cpu" or "cuda:N", for "auto", "cpu", "cuda" or "cuda:N".
 
-    `cuda_devices` is how many this process sees. The ranks of a node take them in turn; more ranks than devices share
-    them, and where Slurm shows each task its own device only, every rank takes number 0 of what it sees.
+    `cuda_devices` is the number of visible devices. The ranks of a node use them in turn; more ranks than devices share
+    them. If Slurm shows each task only its own device, every rank uses device 0.
     """
     match = re.fullmatch(r"auto|cpu|cuda(?::(\d+))?", want)
     if match is None:
@@ -167,7 +167,7 @@ def choose_device(place: Place, want: str, cuda_devices: int) -> str:
         return "cpu"
     if cuda_devices == 0:
         raise UserError(
-            f"device '{want}' but no CUDA device is visible: use 'cpu' or 'auto', or see CUDA_VISIBLE_DEVICES"
+            f"device '{want}' but no CUDA device is visible: use 'cpu' or 'auto', or check CUDA_VISIBLE_DEVICES"
         )
     if match.group(1) is None:
         return f"cuda:{place.local_rank % cuda_devices}"
@@ -178,7 +178,7 @@ def choose_device(place: Place, want: str, cuda_devices: int) -> str:
 
 
 def describe(place: Place, environ: Env, threads: int, device: str, folder: Path | str = ".") -> dict[str, object]:
-    """The record of this process for environment.json: versions, machine, place, job, and `folder`'s commit."""
+    """Return the record for environment.json: versions, machine, place, job, and the commit of `folder`."""
     packages = ("torch", "torchvision", "numpy", "mpi4py", "submitit", "safetensors")
     return {
         "versions": {"fedmpi": __version__, "python": platform.python_version()} | {p: _version(p) for p in packages},
@@ -200,7 +200,7 @@ def describe(place: Place, environ: Env, threads: int, device: str, folder: Path
 
 
 def commit(folder: Path | str) -> str | None:
-    """The git commit checked out in a folder, with "-dirty" behind it where files differ; None where there is none."""
+    """Return the git commit of a folder, with the suffix "-dirty" if files differ; None if there is none."""
     command = ["git", "-C", str(folder), "--no-optional-locks", "describe", "--always", "--dirty"]
     command += ["--abbrev=40", "--exclude=*"]  # the hash itself, never a tag
     try:
@@ -210,10 +210,10 @@ def commit(folder: Path | str) -> str | None:
 
 
 def job_names(environ: Env) -> dict[str, str | None]:
-    """What Slurm calls the job of this process, for records of it: `job` and, in a job array, `element`.
+    """Return Slurm's names for the job of this process: `job` and, in a job array, `element`.
 
-    A job goes by its number. The one element whose number is the array's goes by its place in it, as that number means
-    all of them. A job that was submitted from within an element has the element's variables, but a number of its own.
+    A job is named by its id. The one element whose id is that of the array is named by its index, as the array's id
+    means all elements. A job submitted from within an element inherits the element's variables, but has its own id.
     """
     job, array = environ.get("SLURM_JOB_ID"), environ.get("SLURM_ARRAY_JOB_ID")
     if array is None:
@@ -223,12 +223,12 @@ def job_names(environ: Env) -> dict[str, str | None]:
 
 
 def expand_hosts(nodelist: str) -> list[str]:
-    """The host names in a Slurm node list: "n[1-3,7],gpu08" gives n1, n2, n3, n7 and gpu08."""
+    """Return the host names in a Slurm node list: "n[1-3,7],gpu08" gives n1, n2, n3, n7 and gpu08."""
     hosts: list[str] = []
     if re.fullmatch(f"{HOST}(,{HOST})*", nodelist):
         for item in re.findall(r"(?:\[[^]]*\]|[^,\[])+", nodelist):  # a comma inside brackets does not separate hosts
-            pieces = re.findall(r"\[([^]]*)\]|([^\[]+)", item)
-            choices = [_numbers(inside) if inside else [text] for inside, text in pieces]
+            tokens = re.findall(r"\[([^]]*)\]|([^\[]+)", item)
+            choices = [_numbers(ranges) if ranges else [text] for ranges, text in tokens]
             hosts += ["".join(choice) for choice in itertools.product(*choices)]
     if not hosts:
         raise UserError(
@@ -238,34 +238,37 @@ def expand_hosts(nodelist: str) -> list[str]:
 
 
 def tasks_on_node(tasks_per_node: str, node: int) -> int:
-    """The entry for one node in Slurm's short form: "2(x3),1" means 2, 2, 2, 1."""
+    """Return the entry for one node in Slurm's short form: "2(x3),1" means 2, 2, 2, 1."""
     matches = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item) for item in tasks_per_node.split(",")]
     counts = [int(m.group(1)) for m in matches if m for _ in range(int(m.group(2) or 1))]
     if None in matches or node >= len(counts):
         raise UserError(
             f"SLURM_STEP_TASKS_PER_NODE='{tasks_per_node}' is not of the form 2(x3),1 with an entry for "
-            f"SLURM_NODEID={node}: start again with srun"
+            f"SLURM_NODEID={node}: restart with srun"
         )
     return counts[node]
 
 
 def _srun(environ: Env, outer: Place | None) -> Place | None:
-    """The place of an srun task; `outer` for anything else, a batch script and an salloc shell included."""
+    """Return the place of an srun task; `outer` for anything else, such as a batch script or an salloc shell."""
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID"))
     if step is None:
-        if environ.get("SLURM_PROCID", "0") == "0":  # a batch script is always 0, so another number is a task's
+        if environ.get("SLURM_PROCID", "0") == "0":  # a batch script is always 0, any other number is a task
             return outer
     elif not step.isdecimal() or int(step) >= RESERVED_STEPS:
         return outer
     size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
-    place = _read(environ, "srun", ("SLURM_PROCID", size_name, "SLURM_LOCALID", ""), _step_local_size(environ))
+    local_size = None
+    if "SLURM_STEP_TASKS_PER_NODE" in environ and "SLURM_NODEID" in environ:
+        local_size = tasks_on_node(environ["SLURM_STEP_TASKS_PER_NODE"], _whole(environ, "SLURM_NODEID"))
+    place = _read(environ, "srun", ("SLURM_PROCID", size_name, "SLURM_LOCALID", ""), local_size)
     if place is None:
         return outer
     tasks = environ.get("SLURM_NTASKS", str(place.size))
     if place.size > 1 and tasks != str(place.size):
         raise UserError(
             f"SLURM_STEP_NUM_TASKS={place.size} but SLURM_NTASKS={tasks}: this job was submitted from another job's "
-            "step and kept its variables; start with srun, or unset SLURM_STEP_ID"
+            "step and inherited its variables; start with srun, or unset SLURM_STEP_ID"
         )
     if "SLURM_CPUS_PER_TASK" in environ:
         place = replace(place, cores=_whole(environ, "SLURM_CPUS_PER_TASK", 1))
@@ -273,11 +276,11 @@ def _srun(environ: Env, outer: Place | None) -> Place | None:
 
 
 def _submitit(environ: Env, outer: Place | None) -> Place | None:
-    """The place of a submitit task: srun's under its Slurm executor, its own numbers under the local one."""
+    """Return the place of a submitit task: srun's under its Slurm executor, its own under the local one."""
     executor = environ.get("SUBMITIT_EXECUTOR")
     if executor == "slurm" and outer is not None:
         return replace(outer, launcher="submitit")
-    if executor != "local" or SUBMITIT[0] not in environ:  # its controller has no number
+    if executor != "local" or SUBMITIT[0] not in environ:  # submitit's controller has no rank
         return outer
     inner = _read(environ, "submitit", SUBMITIT)
     if outer is None or inner is None or outer.size == 1 or _same(inner, outer):
@@ -286,16 +289,16 @@ def _submitit(environ: Env, outer: Place | None) -> Place | None:
 
 
 def _mpi(environ: Env, outer: Place | None) -> Place | None:
-    """The place of a rank of mpiexec or mpirun; `outer` where srun itself set MPI's variables."""
+    """Return the place of a rank of mpiexec or mpirun; `outer` if srun itself set MPI's variables."""
     inner = _read(environ, "mpi", OPENMPI) or _read(environ, "mpi", PMI)
     if inner is None:
         if "PMIX_RANK" in environ and outer is None:
-            raise UserError("PMIX_RANK is set but no variable tells the size: start with mpirun or 'srun --mpi=pmix'")
+            raise UserError("PMIX_RANK is set but no variable has the size: start with mpirun or 'srun --mpi=pmix'")
         return outer
     if outer is None or outer.size == 1:
         return inner
     if _same(inner, outer):
-        by_srun = OPENMPI[0] not in environ and PMI[2] not in environ  # mpiexec tells local ranks, srun does not
+        by_srun = OPENMPI[0] not in environ and PMI[2] not in environ  # mpiexec sets local ranks, srun does not
         return outer if by_srun else inner
     if outer.local_size == 1:
         return inner
@@ -303,10 +306,10 @@ def _mpi(environ: Env, outer: Place | None) -> Place | None:
 
 
 def _torchrun(environ: Env, outer: Place | None) -> Place | None:
-    """The place of a rank of torchrun; `outer` where RANK and WORLD_SIZE only repeat what it says."""
+    """Return the place of a rank of torchrun; `outer` if RANK and WORLD_SIZE only repeat it."""
     elastic = "TORCHELASTIC_RUN_ID" in environ
     if outer and not elastic and "RANK" not in environ and environ.get("WORLD_SIZE") == str(outer.size):
-        return outer  # many batch scripts export WORLD_SIZE and MASTER_ADDR and leave the rank to srun
+        return outer  # many batch scripts export WORLD_SIZE and MASTER_ADDR, and srun sets the rank
     inner = _read(environ, "torchrun", TORCH)
     if inner is None:
         return outer
@@ -318,27 +321,27 @@ def _torchrun(environ: Env, outer: Place | None) -> Place | None:
         return outer
     if outer.size == 1:
         return inner
-    raise _twice(environ, inner, outer, f"unset RANK and WORLD_SIZE to keep the numbers of {outer.launcher}")
+    raise _twice(environ, inner, outer, f"unset RANK and WORLD_SIZE to use the ranks of {outer.launcher}")
 
 
 def _check_agents(environ: Env, inner: Place, outer: Place | None) -> Place:
-    """`inner`, unless every outer task started a torchrun that knows nothing of the others.
+    """Return `inner`; raise a UserError if every outer task started its own, unconnected torchrun.
 
-    An elastic job that lost a node rightly has fewer agents than tasks. It has a rendezvous id that its user gave,
-    whereas torchrun makes up a UUID with --standalone and says "none" without a rendezvous.
+    An elastic job that lost a node may have fewer agents than tasks. Its rendezvous id was given by the user, whereas
+    torchrun generates a UUID with --standalone and uses "none" without a rendezvous.
     """
-    agents = _whole(environ, "GROUP_WORLD_SIZE") if "GROUP_WORLD_SIZE" in environ else inner.size // inner.local_size
+    agents = _whole(environ, "GROUP_WORLD_SIZE", default=inner.size // inner.local_size)
     if outer is None or agents >= outer.size or not re.fullmatch(OWN_ID, environ["TORCHELASTIC_RUN_ID"]):
         return inner
-    cure = (
-        f"{outer.launcher} started {outer.size} tasks, each with a torchrun of its own; leave out one of them, or give "
-        "torchrun --nnodes and one --rdzv-id and --rdzv-endpoint for all"
+    fix = (
+        f"{outer.launcher} started {outer.size} tasks, each with its own torchrun; use one of the two launchers, or "
+        "give torchrun --nnodes and one --rdzv-id and --rdzv-endpoint for all"
     )
-    raise _twice(environ, inner, outer, cure)
+    raise _twice(environ, inner, outer, fix)
 
 
 def _check_batch(environ: Env, inner: Place) -> Place:
-    """`inner`, unless a batch script's variables name a world of the same size and RANK is another number in it."""
+    """Return `inner`; raise a UserError if a batch script's variables give it another rank in a world of that size."""
     procid = environ.get("SLURM_PROCID", str(inner.rank))
     if environ.get("SLURM_NTASKS") == str(inner.size) and procid != str(inner.rank):
         batch = Place("srun", _whole(environ, "SLURM_PROCID"), inner.size, 0, 1)
@@ -347,9 +350,9 @@ def _check_batch(environ: Env, inner: Place) -> Place:
 
 
 def _read(environ: Env, launcher: str, names: tuple[str, str, str, str], local_size: int | None = None) -> Place | None:
-    """The place in one launcher's four variables, None where it set neither rank nor size.
+    """Return the place in one launcher's four variables; None if it set neither rank nor size.
 
-    Without local numbers all ranks are taken to be on this node: too few threads at worst, never too many.
+    Without local ranks, all ranks are assumed to be on this node: at worst too few threads, never too many.
     """
     rank_name, size_name, local_rank_name, local_size_name = names
     if rank_name not in environ and size_name not in environ:
@@ -360,15 +363,15 @@ def _read(environ: Env, launcher: str, names: tuple[str, str, str, str], local_s
     size = _whole(environ, size_name, 1)
     rank = _whole(environ, rank_name, 0, size - 1)
     if local_size is None:
-        local_size = _whole(environ, local_size_name, 1, size) if local_size_name in environ else size
-    local_rank = rank % local_size
-    if local_rank_name in environ:
-        local_rank = _whole(environ, local_rank_name, 0, local_size - 1)
+        local_size = _whole(environ, local_size_name, 1, size, default=size)
+    local_rank = _whole(environ, local_rank_name, 0, local_size - 1, default=rank % local_size)
     return Place(launcher, rank, size, local_rank, local_size)
 
 
-def _whole(environ: Env, name: str, low: int = 0, high: int | None = None) -> int:
-    """A variable as a whole number within its bounds."""
+def _whole(environ: Env, name: str, low: int = 0, high: int | None = None, default: int | None = None) -> int:
+    """Return a variable as an integer within its bounds; the default if the variable is not set."""
+    if default is not None and name not in environ:
+        return default
     text = environ[name]
     number = int(text) if text.isdecimal() else -1
     if number < low or (high is not None and number > high):
@@ -377,38 +380,31 @@ def _whole(environ: Env, name: str, low: int = 0, high: int | None = None) -> in
     return number
 
 
-def _step_local_size(environ: Env) -> int | None:
-    """How many tasks of the srun step are on this node, None where Slurm does not tell."""
-    if "SLURM_STEP_TASKS_PER_NODE" not in environ or "SLURM_NODEID" not in environ:
-        return None
-    return tasks_on_node(environ["SLURM_STEP_TASKS_PER_NODE"], _whole(environ, "SLURM_NODEID"))
-
-
 def _same(a: Place, b: Place) -> bool:
-    """Whether two places are the same rank of worlds of the same size."""
+    """Return whether two places are the same rank of worlds of the same size."""
     return (a.rank, a.size) == (b.rank, b.size)
 
 
-def _twice(environ: Env, inner: Place, outer: Place, cure: str) -> UserError:
-    """The error for two launchers that both number this process."""
+def _twice(environ: Env, inner: Place, outer: Place, fix: str) -> UserError:
+    """Return the error for two launchers that both number this process."""
     mpi = OPENMPI[0] if OPENMPI[0] in environ else PMI[0]
     names = {"torchrun": "RANK", "mpi": mpi, "srun": "SLURM_PROCID", "submitit": SUBMITIT[0]}
     if "SLURM_PROCID" in environ and outer.launcher == "submitit":
         names["submitit"] = "SLURM_PROCID"
     two = f"{names[inner.launcher]}={inner.rank} ({inner.launcher}) but {names[outer.launcher]}={outer.rank}"
-    return UserError(f"{two}: launched twice? {cure}")
+    return UserError(f"{two}: launched twice? {fix}")
 
 
 def _slurm_port(environ: Env) -> int:
-    """A port below the range that Linux hands out by itself; another one for each step and restart of a job."""
+    """Return a port below Linux's ephemeral range that differs between steps and restarts of a job."""
     job = _whole(environ, "SLURM_JOB_ID")
-    step = _whole(environ, "SLURM_STEP_ID") if "SLURM_STEP_ID" in environ else 0
-    restart = _whole(environ, "SLURM_RESTART_COUNT") if "SLURM_RESTART_COUNT" in environ else 0
+    step = _whole(environ, "SLURM_STEP_ID", default=0)
+    restart = _whole(environ, "SLURM_RESTART_COUNT", default=0)
     return 20000 + (job + 101 * step + 1009 * restart) % 10000
 
 
 def _numbers(ranges: str) -> list[str]:
-    """The numbers in "1-3,7", each as wide as the first of its range: "08-10" gives 08, 09, 10."""
+    """Return the numbers in "1-3,7", each as wide as the first of its range: "08-10" gives 08, 09, 10."""
     numbers: list[str] = []
     for item in ranges.split(","):
         low, _, high = item.partition("-")
@@ -417,7 +413,7 @@ def _numbers(ranges: str) -> list[str]:
 
 
 def _version(package: str) -> str | None:
-    """The version of an installed package, found without importing it; None where it is absent."""
+    """Return the version of an installed package without importing it; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -425,7 +421,7 @@ def _version(package: str) -> str | None:
 
 
 def _processor() -> str:
-    """The name of the processor: results are repeatable to the bit on equal ones only."""
+    """Return the name of the processor: results are reproducible to the bit on equal processors only."""
     try:
         match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:

@@ -1,9 +1,9 @@
-"""What killed runs left in a node's memory file system, and its removal at the next start.
+"""Remove the files of killed runs from a node's memory file system at the next start.
 
-A run that is killed while it makes shared memory, or while its ranks meet, leaves a folder `fedmpi-...`; MPICH leaves a
-file `mpich_shm_...` after every kill. Both take memory until somebody removes them. Only what belongs to this user, is
-older than a start takes, and is in use by nobody is removed: a folder of ours is locked while a process of its run is
-alive, a file of MPICH's is mapped.
+A run that is killed while it creates shared memory, or while its ranks connect, leaves a folder `fedmpi-...`; MPICH
+leaves a file `mpich_shm_...` after every kill. Both occupy memory until they are removed. A file is removed only if it
+belongs to this user, is older than a start takes, and is not in use: our folders are locked while a process of the run
+is alive, MPICH's files are mapped.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pathlib import Path
 
 MEMORY = Path("/dev/shm")
 OURS, MPI = re.compile(r"fedmpi-[\w-]+"), re.compile(r"(?:mpich_shm|ucx_shm_posix)_[0-9a-f]+(?:_\d+)?")
-OUR_SECONDS, MPI_SECONDS = 60.0, 600.0  # since the last change, before which nothing is taken for left
+OUR_SECONDS, MPI_SECONDS = 60.0, 600.0  # minimum time since the last change
 
 
 @contextlib.contextmanager
 def in_use(folder: Path) -> Iterator[None]:
-    """Mark a folder as in use by this process and by those that it forks, however they end."""
+    """Mark a folder as in use by this process and its forks, until all of them have ended."""
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(lock, fcntl.LOCK_SH)
@@ -49,9 +49,9 @@ def leftovers(memory: Path = MEMORY) -> list[Path]:
 
 
 def sweep(memory: Path = MEMORY) -> None:
-    """Remove what killed runs of this user left."""
+    """Remove the files and folders of this user's killed runs."""
     for path in leftovers(memory):
-        with contextlib.suppress(OSError):  # another start may be at it
+        with contextlib.suppress(OSError):  # another process may be removing it too
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
@@ -81,9 +81,9 @@ def locked(folder: Path) -> bool:
 
 
 def mapped_files() -> set[str]:
-    """Return the files that processes map, as far as this user may look: at all of its own."""
+    """Return the files in /dev/shm that are mapped by this user's processes."""
     found: set[str] = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):  # another user's, or gone
+        with contextlib.suppress(OSError):  # another user's process, or one that has ended
             found.update(line.split(maxsplit=5)[5] for line in maps.read_text().splitlines() if line.count("/dev/shm/"))
     return found

@@ -1,18 +1,19 @@
-"""mpi4py: any MPI library with its own launcher.
+"""The MPI transport, over mpi4py: any MPI library with its own launcher.
 
-Rows travel as non-blocking sends and receives, the small verbs as non-blocking collectives, so that a rank that waits
-can look at the clock: MPI itself has no timeout. A CPU tensor is handed over as the memory it lies in; anything numpy
-cannot view (a CUDA tensor) is staged through host memory. bfloat16 travels as int16 and is never summed here: MPI has
-no such type, and Open MPI sums it to garbage in silence.
+Rows are non-blocking sends and receives, the small operations non-blocking collectives, so that a waiting rank can
+check its timeout: MPI itself has none. CPU tensors are passed without a copy; anything that numpy cannot view (a CUDA
+tensor) goes through a staging buffer in host memory. bfloat16 is sent as int16 and never summed here: MPI has no such
+type, and Open MPI silently sums it to garbage.
 
-After a timeout each rank sends a word to all others and listens a little: who is silent is missing.
+After a timeout each rank sends a byte to all others and listens for a few seconds: a silent rank is missing.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -20,18 +21,17 @@ import torch
 from torch import Tensor
 
 from ..errors import RunError, UserError
-from .base import Comm, Wait
+from .base import ROLL_CALL_SECONDS, Comm, Wait
 from .env import Place, check_mpi_world
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-ROLL_CALL_SECONDS = 5.0
-SPINS = 100  # polls before a waiting rank begins to give its core away
+SPINS = 100  # polls before a waiting rank starts to yield its core
 
 
 def import_mpi() -> Any:
-    """mpi4py's MPI module, or a `UserError` that says how to get an MPI library."""
+    """Return mpi4py's MPI module; raise a `UserError` that says how to install an MPI library."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -43,27 +43,41 @@ def import_mpi() -> Any:
 
 
 def import_world(place: Place) -> MPI.Comm:
-    """MPI's world, once it is known to be the one that the launcher promised."""
+    """Return MPI's world, after checking that it is the one that the launcher started."""
     world: MPI.Comm = import_mpi().COMM_WORLD
     check_mpi_world(place, world.Get_rank(), world.Get_size())
     return world
 
 
 def connect_mpi(place: Place, timeout: float) -> Comm:
-    """This rank's end of MPI's world; closing it ends MPI."""
+    """Connect this rank to MPI's world; closing the transport finalizes MPI."""
     return MpiComm(import_world(place), timeout, ends_mpi=True)
 
 
 def host_view(x: Tensor) -> Tensor:
-    """x itself where numpy can view it, else a copy in host memory."""
+    """Return x itself if numpy can view it, else a copy in host memory."""
     if x.dtype == torch.bfloat16:
         raise UserError("bfloat16 cannot be summed over MPI, which has no such type; use float32 or --comm torch")
     return x.detach() if x.device.type == "cpu" and x.is_contiguous() else x.detach().cpu().contiguous()
 
 
 def bits(x: Tensor) -> Tensor:
-    """x as something that MPI can carry: bfloat16 as the int16 of the same bits."""
+    """Return x in a type that MPI can send: bfloat16 as int16 with the same bits."""
     return x.view(torch.int16) if x.dtype == torch.bfloat16 else x
+
+
+@contextmanager
+def staged(x: Tensor) -> Iterator[Any]:
+    """Yield x as a numpy array, and copy the array back after the block if it is not x's own memory."""
+    here = host_view(x)
+    yield here.numpy()
+    copy_back(x, here)
+
+
+def copy_back(x: Tensor, here: Tensor) -> None:
+    """Copy a staging buffer to x, unless it is a view of x."""
+    if here.data_ptr() != x.data_ptr():
+        x.copy_(here)
 
 
 class MpiComm(Comm):
@@ -73,12 +87,12 @@ class MpiComm(Comm):
 
     def __init__(self, world: MPI.Comm, timeout: float, ends_mpi: bool = False) -> None:
         self.MPI = import_mpi()
-        self.world, self.line = world, world.Dup()  # roll calls on the first, verbs on the second: never mixed up
+        self.world, self.line = world, world.Dup()  # roll calls on the first, operations on the second: never mixed up
         super().__init__(world.Get_rank(), world.Get_size())
         self.timeout, self.ends_mpi = timeout, ends_mpi
 
     def finish(self, requests: list[MPI.Request]) -> None:
-        """Return when all requests are done; after the timeout, raise with the ranks that are missing."""
+        """Wait for all requests; after the timeout, raise a `RunError` that names the missing ranks."""
         spins, deadline = 0, time.monotonic() + self.timeout
         while not self.MPI.Request.Testall(requests):
             spins += 1
@@ -88,7 +102,7 @@ class MpiComm(Comm):
                     raise RunError(self.roll_call())
 
     def roll_call(self) -> str:
-        """A sentence naming the ranks that say nothing within a few seconds."""
+        """Return an error message with the ranks that are silent for a few seconds."""
         word = np.zeros(1, dtype=np.int8)
         for rank in self.others:
             self.world.Isend(word, rank)
@@ -100,7 +114,7 @@ class MpiComm(Comm):
                 silent.discard(status.Get_source())
             time.sleep(0.05)
         if not silent:
-            return f"a rank of {self.size} came too late, after the timeout of {self.timeout:g} s; raise --timeout"
+            return f"a rank of {self.size} was late by more than the timeout of {self.timeout:g} s; raise --timeout"
         which = ", ".join(map(str, sorted(silent)))
         return f"rank {which} of {self.size} did not answer: hung for longer than the timeout of {self.timeout:g} s"
 
@@ -113,22 +127,17 @@ class MpiComm(Comm):
         def wait() -> None:
             self.finish(requests)
             for source, x in recv.items():
-                if here[source].data_ptr() != x.data_ptr():
-                    x.copy_(here[source])
+                copy_back(x, here[source])
 
         return wait
 
     def _sum(self, x: Tensor) -> None:
-        here = host_view(x)
-        self.finish([self.line.Iallreduce(self.MPI.IN_PLACE, here.numpy())])
-        if here.data_ptr() != x.data_ptr():
-            x.copy_(here)
+        with staged(x) as array:
+            self.finish([self.line.Iallreduce(self.MPI.IN_PLACE, array)])
 
     def _broadcast(self, x: Tensor, root: int) -> None:
-        here = host_view(x)
-        self.finish([self.line.Ibcast(here.numpy(), root)])
-        if here.data_ptr() != x.data_ptr():
-            x.copy_(here)
+        with staged(x) as array:
+            self.finish([self.line.Ibcast(array, root)])
 
     def barrier(self) -> None:
         self.finish([self.line.Ibarrier()])
@@ -136,11 +145,11 @@ class MpiComm(Comm):
     def abort(self, code: int = 1) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
-        time.sleep(1)  # mpiexec drops what it has not passed on yet
+        time.sleep(1)  # mpiexec drops output that it has not forwarded yet
         self.world.Abort(code)
         raise SystemExit(code)
 
     def close(self) -> None:
         self.line.Free()
-        if self.ends_mpi:  # else mpi4py takes a later exit code that is not 0 for a crash and aborts the job
+        if self.ends_mpi:  # else mpi4py treats a later non-zero exit code as a crash and aborts the job
             self.MPI.Finalize()

@@ -1,13 +1,12 @@
-"""Memory that the ranks of one node share, so that between them nothing has to be sent.
+"""Shared memory between the ranks of one node, so that nothing is sent between them.
 
-A row lies in a file of its own in the node's memory file system, mapped by two ranks: the one that writes it and the
-one it is for. So a rank can reach its own slice of another rank's sums and nothing else of them. A vector that is the
-same on every rank (the model) is mapped by all ranks of the node: one copy instead of one a rank. A file's name is gone
-as soon as it is mapped, so a run that ends later, however it ends, leaves nothing behind; what a run that is killed
-before that leaves, the next start removes (leftovers.py).
+Each row is a file in the node's memory file system, mapped by two ranks: the writer and the reader. So a rank can read
+its own slice of another rank's sums and nothing else. A vector that is the same on every rank (the model) is mapped by
+all ranks of the node: one copy per node instead of one per rank. Files are unlinked as soon as they are mapped, so a
+run leaves nothing behind, however it ends. If a run is killed before that, the next start cleans up (leftovers.py).
 
-Where that cannot be had (no such file system, too small a one, ranks in containers of their own) the ranks find out
-together and the transport sends instead.
+If memory cannot be shared (no such file system, too little space, ranks in separate containers), all ranks agree to
+fall back to sending.
 """
 
 from __future__ import annotations
@@ -37,27 +36,24 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def share_node(comm: Comm, node: int | None = None) -> None:
-    """Let the ranks of each node share memory from now on; `node` numbers the node where it is not what it seems.
-
-    Collective.
-    """
+    """Share memory between the ranks of each node from now on; `node` overrides the node's number. Collective."""
     if comm.size > 1:
         ranks = ranks_by_node(comm, this_node() if node is None else node)
         token = torch.frombuffer(bytearray(os.urandom(8)), dtype=torch.int64).clone()
-        comm.broadcast(token)  # a name that nobody else can guess
+        comm.broadcast(token)  # makes the name unguessable
         comm.node = Node(comm, ranks, MEMORY / f"fedmpi-{int(token) & (2**63 - 1):x}")
         if comm.node.leads:
             sweep()
 
 
 def this_node() -> int:
-    """A number for the running system that this process is on."""
+    """Return a number that identifies the running system."""
     boot = BOOT_ID.read_text() if BOOT_ID.exists() else ""
     return int.from_bytes(hashlib.sha256((platform.node() + boot).encode()).digest()[:7], "big")
 
 
 def ranks_by_node(comm: Comm, node: int) -> list[list[int]]:
-    """The ranks of every node, nodes in the order of their first rank."""
+    """Return the ranks of every node, nodes in the order of their first rank."""
     numbers = torch.zeros(comm.size, dtype=torch.int64)
     numbers[comm.rank] = node
     comm.sum(numbers)
@@ -76,10 +72,11 @@ class Node:
         self.leads = comm.rank == self.ranks[0]
         self.other_leaders = [ranks[0] for ranks in nodes if ranks is not self.ranks]
         self.made, self.refused = 0, False
-        self.vectors: list[ref[Tensor]] = []  # a run's go with the run
+        self.vectors: list[ref[Tensor]] = []  # weak: they are freed with their run
 
     def rows(self, length: int, dtype: torch.dtype) -> dict[int, tuple[Tensor, Tensor]] | None:
-        """For each other rank of the node, my row for it and its row for me; None where memory cannot be shared."""
+        """Return this rank's row for each other rank of the node, and that rank's row for this one; None if memory
+        cannot be shared."""
         me, others = self.comm.rank, [r for r in self.ranks if r != self.comm.rank]
         mine = {f"{me}-{r}": length for r in others}
         theirs = {f"{r}-{me}": length for r in others}
@@ -87,7 +84,7 @@ class Node:
         return None if maps is None else {r: (maps[f"{me}-{r}"], maps[f"{r}-{me}"]) for r in others}
 
     def vector(self, slice_length: int) -> Tensor | None:
-        """One vector for the whole node; None where memory cannot be shared."""
+        """Return one vector for the whole node; None if memory cannot be shared."""
         whole = {"vector": slice_length * self.comm.size}
         maps = self._share(whole if self.leads else {}, {} if self.leads else whole, torch.float32)
         if not maps:
@@ -96,11 +93,11 @@ class Node:
         return maps["vector"]
 
     def holds(self, x_N: Tensor) -> bool:
-        """Whether a vector is one of this node's."""
+        """Return whether a vector is in this node's shared memory."""
         return any(x_N is known() for known in self.vectors)
 
     def _share(self, make: dict[str, int], find: dict[str, int], dtype: torch.dtype) -> dict[str, Tensor] | None:
-        """Map the files that this rank makes and those that others make for it: on all ranks, or none. Collective."""
+        """Map the files that this rank creates and those created for it: on all ranks, or none. Collective."""
         if self.refused:
             return None
         folder = Path(f"{self.folder}-{self.made}-{self.ranks[0]}")
@@ -118,27 +115,27 @@ class Node:
             lambda: maps.update({name: attach(folder / name, length, dtype) for name, length in find.items()}),
         ]
         try:
-            self.refused = any(self._fails(step) for step in steps)  # the first that fails is the last that is tried
-        finally:  # also where another rank is gone
+            self.refused = any(self._fails(step) for step in steps)  # stops at the first failure
+        finally:  # also if another rank is gone
             if self.leads:
                 shutil.rmtree(folder, ignore_errors=True)
                 kept.close()
         return None if self.refused else maps
 
     def _fails(self, step: Callable[[], object]) -> bool:
-        """Do one step on every rank; whether it failed on any. Collective."""
+        """Run one step on every rank; return whether it failed on any. Collective."""
         failed = torch.zeros(1, dtype=torch.int64)
         try:
             step()
         except (OSError, RuntimeError) as error:
-            log.warning("the ranks of this node cannot share memory (%s); they will send instead", error)
+            log.warning("the ranks of this node cannot share memory (%s); falling back to sending", error)
             failed += 1
         self.comm.sum(failed)
         return bool(failed)
 
 
 def create(path: Path, elements: int, dtype: torch.dtype) -> Tensor:
-    """A new file of zeros, mapped. Its space is reserved: a full file system is an error here, not a crash later."""
+    """Create and map a file of zeros. Its space is reserved: a full file system is an error here, not a crash later."""
     size = elements * torch.empty((), dtype=dtype).element_size()
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:
@@ -149,5 +146,5 @@ def create(path: Path, elements: int, dtype: torch.dtype) -> Tensor:
 
 
 def attach(path: Path, elements: int, dtype: torch.dtype) -> Tensor:
-    """A file of that many elements, mapped so that writes are seen by all who map it."""
+    """Map a file of that many elements; writes are visible to every process that maps it."""
     return torch.from_file(str(path), shared=True, size=elements, dtype=dtype)

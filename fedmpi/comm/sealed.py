@@ -1,10 +1,10 @@
-"""A rendezvous store that others cannot forge: every value carries a seal made with a secret that only the ranks have.
+"""A rendezvous store with authenticated values: every value carries a seal made with a secret that only the ranks have.
 
-The ranks of several nodes meet at a TCP port, where anyone who reaches it can write. The values are addresses that gloo
-connects to; fedmpi unpickles none of them. With the secret of FEDMPI_SECRET, which the batch scripts make anew for each
-start, a value is HMAC-SHA256(secret, key and value) followed by the value, and one without the right seal ends the run
-with an error. The counters of `add` are kept by the server and have no seal: a stranger can disturb them, and so the
-start of a run, but not make it do anything else.
+The ranks of several nodes connect through a TCP port to which anyone on the network can write. The values are addresses
+that gloo connects to; fedmpi unpickles none of them. With the secret FEDMPI_SECRET, which the batch scripts generate
+for each start, a value is stored as HMAC-SHA256(secret, key and value) followed by the value, and a wrong seal ends the
+run with an error. The counters of `add` are kept by the server and have no seal: an attacker can disturb them, and so
+the start of a run, but nothing else.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SEAL_BYTES = 32
 
 
 class SealedStore(Store):
-    """A store whose values are sealed."""
+    """A store that seals its values."""
 
     def __init__(self, inner: Store, secret: str) -> None:
         super().__init__()
@@ -44,8 +44,8 @@ class SealedStore(Store):
         seal, value = sealed[:SEAL_BYTES], sealed[SEAL_BYTES:]
         if not hmac.compare_digest(seal, self.seal(key, value)):
             raise RunError(
-                f"the rendezvous store holds '{key}' without the seal of this run: somebody else writes to its port, "
-                f"or the ranks were given different {SECRET}; start again, with one secret for all ranks"
+                f"the rendezvous store holds '{key}' without the seal of this run: another program writes to its port, "
+                f"or the ranks have different values of {SECRET}; restart with one secret for all ranks"
             )
         return value
 
@@ -63,10 +63,10 @@ class SealedStore(Store):
 
 
 def serve(host: str, port: int, size: int, one_node: bool, limit: timedelta) -> TCPStore:
-    """Return a store that listens at the address of `host` alone; port 0 for one that the system chooses.
+    """Return a store that listens on the address of `host` only; port 0 for a free one.
 
-    On several nodes a name that means this machine only, as many systems have it for their own, says nothing about the
-    address at which the others look: there, and where the address is not this machine's, it listens on all of them.
+    Many systems resolve their own host name to a loopback address, at which other nodes cannot reach them. In that case
+    on several nodes, and if the address is not this machine's, the store listens on all addresses.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

@@ -1,11 +1,8 @@
-"""One process: every verb is already done."""
+"""The transport of a single process: every operation is a no-op."""
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Mapping
-from typing import NoReturn
 
 from torch import Tensor
 
@@ -31,8 +28,3 @@ class SoloComm(Comm):
 
     def barrier(self) -> None:
         return
-
-    def abort(self, code: int = 1) -> NoReturn:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)

@@ -1,6 +1,6 @@
-"""Ranks as threads of one process: for tests, and for reading what the verbs mean.
+"""Ranks as threads of one process: for tests, and as the simplest transport to read.
 
-Rows travel through one queue for each ordered pair of ranks; a row is copied when it is sent, as a wire would.
+Rows are sent through one queue per ordered pair of ranks, and copied when they are sent, as on a network.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ T = TypeVar("T")
 
 
 class World:
-    """What the threads share."""
+    """The state that the threads share."""
 
     def __init__(self, size: int, timeout: float) -> None:
         self.size, self.timeout = size, timeout
         self.boxes = {(a, b): queue.SimpleQueue[Tensor]() for a in range(size) for b in range(size)}
-        self.meeting = threading.Barrier(size)
+        self.barrier = threading.Barrier(size)
         self.aborted = threading.Event()
 
 
 class ThreadComm(Comm):
-    """One thread's end of a `World`."""
+    """One thread's endpoint of a `World`."""
 
     name = "threads"
 
     def __init__(self, world: World, rank: int) -> None:
         super().__init__(rank, world.size)
         self.world = world
-        self.awaited: dict[int, deque[Tensor]] = {r: deque() for r in range(world.size)}  # in the order of the starts
+        self.awaited: dict[int, deque[Tensor]] = {r: deque() for r in range(world.size)}  # in start order
 
     def _start(self, send: Mapping[int, Tensor], recv: Mapping[int, Tensor]) -> Wait:
         if self.world.aborted.is_set():
@@ -57,13 +57,13 @@ class ThreadComm(Comm):
         return wait
 
     def _receive(self, rank: int, until: Tensor) -> bool:
-        """Take what a rank has sent up to the tensor that is waited for; whether it came in time."""
+        """Receive from a rank up to the tensor `until`; return whether it arrived in time."""
         while any(x is until for x in self.awaited[rank]):
             try:
-                came = self.world.boxes[rank, self.rank].get(timeout=self.world.timeout)
+                received = self.world.boxes[rank, self.rank].get(timeout=self.world.timeout)
             except queue.Empty:
                 return False
-            self.awaited[rank].popleft().copy_(came)
+            self.awaited[rank].popleft().copy_(received)
         return True
 
     def _sum(self, x: Tensor) -> None:
@@ -82,18 +82,18 @@ class ThreadComm(Comm):
 
     def barrier(self) -> None:
         try:
-            self.world.meeting.wait(self.world.timeout)
+            self.world.barrier.wait(self.world.timeout)
         except threading.BrokenBarrierError:
-            raise RunError(f"not every rank came within {self.world.timeout:g} s") from None
+            raise RunError(f"not all ranks reached a barrier within {self.world.timeout:g} s") from None
 
     def abort(self, code: int = 1) -> NoReturn:
         self.world.aborted.set()
-        self.world.meeting.abort()
+        self.world.barrier.abort()
         raise SystemExit(code)
 
 
 def run_threads(size: int, work: Callable[[Comm], T], timeout: float = 60.0) -> list[T]:
-    """What `work(comm)` returned on each of `size` thread ranks; the first rank's error is raised if there was one."""
+    """Run `work(comm)` on `size` thread ranks and return their results; raise the error of the first failed rank."""
     world = World(size, timeout)
     with ThreadPoolExecutor(size) as pool:
         futures = [pool.submit(work, ThreadComm(world, rank)) for rank in range(size)]

@@ -1,4 +1,4 @@
-"""Choose the transport that fits whoever launched this process, and connect the ranks."""
+"""Choose the transport for the launcher of this process, and connect the ranks."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .env import Place
 from .solo import SoloComm
 
 TRANSPORTS = ("auto", "torch", "mpi")
-EARLY_SECONDS = 120.0  # for reading a command line, and the modules that it names
+EARLY_SECONDS = 120.0  # for reading a command line and importing the modules that it names
 
 T = TypeVar("T")
 
 
 def pick(which: str, place: Place) -> str:
-    """The transport for this launch: the one asked for; else solo alone, mpi under an MPI launcher, torch otherwise."""
+    """Return the transport to use: as requested; for auto: solo for one rank, mpi under an MPI launcher, else torch."""
     if which not in TRANSPORTS:
         raise unknown("transport (--comm)", which, TRANSPORTS)
     if which == "mpi":
@@ -30,8 +30,8 @@ def pick(which: str, place: Place) -> str:
 
 
 def agree_early(place: Place, over_mpi: bool, find: Callable[[], T]) -> T:
-    """What `find` returns, before the ranks are connected. Where they will be over MPI, one rank's mistake becomes that
-    of all: a rank that left without having started MPI would be waited for in vain."""
+    """Return the result of `find`, which runs before the ranks are connected. Under MPI, all ranks raise the error of
+    any: the others would wait forever for a rank that exits before it has initialised MPI."""
     if not over_mpi or place.size == 1:
         return find()
     from .mpi import MpiComm, import_world
@@ -52,9 +52,9 @@ def agree_early(place: Place, over_mpi: bool, find: Callable[[], T]) -> T:
 
 
 def connect(which: str, place: Place, device: torch.device, timeout: float, environ: Mapping[str, str]) -> Comm:
-    """This rank's end of the transport `which` (auto, torch, mpi). Collective: returns when every rank has come.
+    """Connect this rank over the transport `which` (auto, torch, mpi). Collective: returns when every rank has called.
 
-    Until `share_node` is called, ranks of one node send to each other too.
+    Ranks of one node share memory only after `share_node`.
     """
     transport = pick(which, place)
     if transport == "solo":

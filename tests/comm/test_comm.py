@@ -1,4 +1,4 @@
-"""One contract over every transport, and what happens when a rank is gone."""
+"""One contract for every transport, and the errors when a rank is gone."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_contract_over_threads(size: int) -> None:
 
 
 def contract_sent_and_shared(comm: Comm) -> None:
-    """The contract where everything is sent, where one node shares everything, and on two nodes of unequal size."""
+    """Check the contract without shared memory, on one node, and on two nodes of unequal size."""
     check_contract(comm)
     share_node(comm)
     assert comm.node is not None and comm.node.ranks == list(range(comm.size))
@@ -58,14 +58,14 @@ def contract_sent_and_shared(comm: Comm) -> None:
 
 
 def check_reach(comm: Comm) -> None:
-    """A rank has no row in its reach that another rank wrote for a third one: never another client's full tensor."""
+    """Check that a rank maps no row between two others: it never sees another client's full tensor."""
     maps = Path("/proc/self/maps").read_text()
     pairs = {(int(a), int(b)) for a, b in re.findall(r"/fedmpi-\w+-\d+-\d+/(\d+)-(\d+) \(deleted\)", maps)}
     assert pairs == {(comm.rank, r) for r in comm.others} | {(r, comm.rank) for r in comm.others}
 
 
 def check_sharing_refused(comm: Comm) -> None:
-    """Where one rank cannot have the memory, none uses it, nothing is left behind, and all is sent."""
+    """Check the fallback: if one rank cannot share memory, none does, and no file is left behind."""
     share_node(comm)
     assert comm.node is not None
     if comm.rank == comm.size - 1:
@@ -124,7 +124,7 @@ def die(comm: Comm, culprit: int) -> None:
 
 
 def vanish(comm: Comm) -> None:
-    """The last rank is gone while memory is being shared; the others end with an error and clean up."""
+    """End the last rank while memory is being shared; the others raise an error and clean up."""
     share_node(comm)
     assert comm.node is not None
     if comm.rank == comm.size - 1:
@@ -141,7 +141,7 @@ def test_a_rank_that_vanishes_leaves_no_shared_memory_behind(tmp_path: Path) -> 
 
 
 def run_ranks(size: int, work: Callable[..., None], folder: Path, *args: object) -> list[int | None]:
-    """The exit codes of ranks that are not ended when one of them is: what `spawn` would do before they can tell."""
+    """Return the exit codes of ranks. Unlike `spawn`, this does not end the others when one of them ends."""
     context = torch.multiprocessing.get_context("spawn")
     meeting = str(folder / "meeting")
     ranks = [context.Process(target=_gloo_rank, args=(r, size, meeting, 600.0, work, args)) for r in range(size)]
@@ -202,7 +202,7 @@ def test_an_abort_reaches_the_other_threads() -> None:
             comm.abort(3)
         comm.barrier()
 
-    with pytest.raises(RunError, match="not every rank came"):
+    with pytest.raises(RunError, match="not all ranks reached a barrier"):
         run_threads(2, work, timeout=5)
 
 
@@ -287,7 +287,7 @@ def test_a_value_without_the_right_seal_is_refused(tmp_path: Path) -> None:
 
 
 def over_tcp(rank: int, port: int, forged: bool) -> None:
-    """A rank of two at a port of 127.0.0.3; rank 1 may be a stranger's who does not know the secret."""
+    """Run one of two ranks at a port of 127.0.0.3; rank 1 may be an attacker without the secret."""
     place = Place("srun", rank, 2, rank, 2)
     world = {"MASTER_ADDR": "127.0.0.3", "MASTER_PORT": str(port), "FEDMPI_SECRET": "known to the ranks"}
     if rank == 1 and forged:
@@ -321,6 +321,6 @@ def test_ranks_meet_at_one_address_through_sealed_values(forged: bool) -> None:
     torch.multiprocessing.spawn(over_tcp, (port, forged), nprocs=2)
 
 
-def test_a_port_that_is_taken_is_one_sentence() -> None:
+def test_a_port_in_use_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(RunError, match="is in use"):
         serve("127.0.0.1", taken.getsockname()[1], 2, True, timedelta(seconds=5))

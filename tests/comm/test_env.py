@@ -1,4 +1,4 @@
-"""Who am I: every launcher's variables, alone and nested; most mappings were recorded from the real launcher.
+"""Launcher detection: every launcher's variables, alone and nested; most were recorded from the real launcher.
 
 `env` reads a mapping from one string, so that a case fits a line. The recordings are from torch 2.13, MPICH 5.0, Slurm
 22.05 and submitit 1.5, on two nodes named 127.0.0.1 and 127.0.0.2, cut down to the variables that number a process.
@@ -50,7 +50,7 @@ def env(text: str) -> MappingProxyType[str, str]:
 
 
 def torchrun(rank: int, size: int, local: int, local_size: int, agents: int = 1, run: str = UUID) -> str:
-    """What torchrun tells a worker."""
+    """Return the variables that torchrun sets for a worker."""
     return (
         f"RANK={rank} WORLD_SIZE={size} LOCAL_RANK={local} LOCAL_WORLD_SIZE={local_size} GROUP_WORLD_SIZE={agents} "
         f"MASTER_ADDR=localhost MASTER_PORT=42849 TORCHELASTIC_RUN_ID={run} "
@@ -317,7 +317,7 @@ def test_mpi_world_must_be_the_promised_one(
 
 
 @pytest.mark.parametrize(
-    ("launcher", "cure"),
+    ("launcher", "fix"),
     [
         ("srun", "--mpi=pmi2"),
         ("submitit", "slurm_srun_args"),
@@ -326,14 +326,14 @@ def test_mpi_world_must_be_the_promised_one(
         ("fedmpi", "mpiexec -n 4"),
     ],
 )
-def test_singletons_are_refused_with_a_cure(launcher: str, cure: str) -> None:
-    with pytest.raises(UserError, match=f"{launcher} started 4 ranks but MPI sees a world of 1.*train alone.*{cure}"):
+def test_singletons_are_refused_with_a_fix(launcher: str, fix: str) -> None:
+    with pytest.raises(UserError, match=f"{launcher} started 4 ranks but MPI sees a world of 1.*{fix}"):
         check_mpi_world(Place(launcher, 0, 4, 0, 2), 0, 1)
 
 
 def test_a_world_of_an_unknown_launcher_is_refused() -> None:
     check_mpi_world(ALONE, 0, 1)
-    with pytest.raises(UserError, match="world of 4 but no launcher"):
+    with pytest.raises(UserError, match="world of 4 but no known launcher"):
         check_mpi_world(ALONE, 0, 4)
 
 
@@ -446,7 +446,7 @@ pathlib.Path(sys.argv[1], f"{place.rank}.json").write_text(json.dumps(record))
 
 
 def launch(folder: Path, *launcher: str) -> list[dict[str, object]]:
-    """What two real ranks find out about themselves."""
+    """Return what two real ranks detect about themselves."""
     probe = folder / "probe.py"
     probe.write_text(PROBE)
     command = [*launcher, str(probe), str(folder)]
@@ -471,13 +471,13 @@ def test_real_mpiexec(tmp_path: Path, mpiexec: list[str]) -> None:
 
 
 def test_every_dependency_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: dict[str, object] = {}
-    monkeypatch.setattr(setuptools, "setup", told.update)
+    setup: dict[str, object] = {}
+    monkeypatch.setattr(setuptools, "setup", setup.update)
     runpy.run_path(str(ROOT / "setup.py"))
-    assert told["version"] == fedmpi.__version__
+    assert setup["version"] == fedmpi.__version__
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = {line.split("==")[0] for line in lines if line and not line.startswith("#")}
-    required, extras = told["install_requires"], told["extras_require"]
+    required, extras = setup["install_requires"], setup["extras_require"]
     assert isinstance(required, list) and isinstance(extras, dict)
     names = {need.split(">")[0].split("[")[0] for need in [*required, *extras["test"], *extras["dev"]]}
     assert pinned == names
