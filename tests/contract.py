@@ -31,7 +31,7 @@ def check_contract(comm: Comm) -> None:
 
 
 def check_own(comm: Comm) -> None:
-    """Slices have equal length, are in rank order, and are views; a length that does not divide is an error."""
+    """Slices have equal length, are in rank order, and are views; a length not divisible by the size is an error."""
     x_N = torch.arange(4 * comm.size)
     assert comm.own(x_N).tolist() == [4 * comm.rank + i for i in range(4)]
     comm.own(x_N).zero_()

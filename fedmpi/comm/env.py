@@ -137,7 +137,7 @@ def check_mpi_world(place: Place, rank: int, size: int) -> None:
 
 
 def threads_per_rank(place: Place, given: int | None, cores: int) -> int:
-    """Return the threads of this rank: as given, else its cores by the launcher, else a share of the node."""
+    """Return the threads of this rank: as given, else the cores the launcher assigned, else a share of the node."""
     if given is not None:
         if given < 1:
             raise UserError(f"threads={given} but a rank needs at least 1; leave it out for a share of the cores")

@@ -1,4 +1,4 @@
-"""Downloads: by torchvision's own tools, aside and then renamed, and never for ever where there is no network."""
+"""Downloads with torchvision's tools: to a temporary folder, then renamed, with timeouts where there is no network."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from pathlib import Path
 
 from fedmpi.plugins.torchvision import import_torchvision
 
-PROBE_SECONDS = 8.0  # a cluster node often drops packets to the outside without an answer
+PROBE_SECONDS = 8.0  # a cluster's firewall often drops packets silently
 STALL_SECONDS = 30.0
 
 
 def fetch_file(urls: list[str], target: Path, md5: str) -> None:
-    """Download a file from the first of the addresses that answers, check its md5, and rename it into place."""
+    """Download a file from the first URL that works, check its md5, and rename it into place."""
     utils = import_torchvision().datasets.utils
     probe(urls)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -39,7 +39,7 @@ def fetch_file(urls: list[str], target: Path, md5: str) -> None:
 
 
 def probe(urls: list[str], seconds: float = PROBE_SECONDS) -> None:
-    """Raise ConnectionError unless one of the servers answers anything within the time, name lookup included."""
+    """Raise ConnectionError unless one of the servers answers within the time, name lookup included."""
     answered, done = threading.Event(), threading.Event()
     reasons: list[str] = []
 
@@ -65,7 +65,7 @@ def probe(urls: list[str], seconds: float = PROBE_SECONDS) -> None:
 
 @contextlib.contextmanager
 def socket_timeout(seconds: float) -> Iterator[None]:
-    """Give sockets made meanwhile a timeout: torchvision sets none, and a stalled download would hang for ever."""
+    """Set a timeout for new sockets: torchvision sets none, and a stalled download would hang forever."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(seconds)
     try:

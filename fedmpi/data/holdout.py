@@ -1,8 +1,8 @@
-"""A small set that is held out of training before the split: the server's meta set (FedMeta), or what every client gets
-a copy of (FedShare).
+"""A small set that is held out before the split: the server's meta set (FedMeta), or a set of which every client gets a
+copy (FedShare).
 
-It is drawn from a seed of its own, in the proportions of the data set or by weights for the classes: what the meta set
-is made of steers the model (Yao et al., 2019, section 3.2).
+It has its own seed, and follows the class proportions of the data or given class weights: the composition of the meta
+set steers the model (Yao et al., 2019, section 3.2).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Ints = npt.NDArray[np.int64]
 
 
 def hold_out(y: Ints, classes: int, size: int, seed: int, weights: Sequence[float] | None = None) -> Ints:
-    """The indices of `size` samples, ascending: at random, or so many of each class as its weight says."""
+    """Return the indices of `size` random samples, ascending; with weights, in those class proportions."""
     if size >= len(y):
         raise UserError(f"--meta.size is {size} but there are only {len(y)} samples; leave some for the clients")
     rng = data_generator(seed, "holdout")
@@ -41,7 +41,7 @@ def hold_out(y: Ints, classes: int, size: int, seed: int, weights: Sequence[floa
 
 
 def check_weights(weights: Sequence[float], classes: int | None = None) -> None:
-    """Refuse weights that are no proportions, or not one a class."""
+    """Check that weights are proportions, one per class."""
     if not all(math.isfinite(w) and w >= 0 for w in weights) or not 0 < sum(weights) < math.inf:
         raise UserError(f"--meta.weights are {list(weights)}; they must be numbers >= 0, and not all zero")
     if classes is not None and len(weights) != classes:
@@ -51,7 +51,7 @@ def check_weights(weights: Sequence[float], classes: int | None = None) -> None:
 
 
 def apportion(total: int, weights: npt.NDArray[np.float64]) -> Ints:
-    """Whole numbers in those proportions that add up to the total: the largest remainders are rounded up."""
+    """Return integers in those proportions that add up to the total: the largest remainders are rounded up."""
     exact = weights / weights.sum() * total
     parts: Ints = np.floor(exact).astype(np.int64)
     short = total - int(parts.sum())

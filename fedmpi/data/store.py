@@ -1,12 +1,12 @@
-"""Data sets on disk: where they lie, and how each is prepared once and then shared by all who read it.
+"""Data sets on disk: each is prepared once, and then shared by all processes that read it.
 
 A data set comes from a source: files in their public layout under a data root, or a generator. The first process that
-wants it reads the source under a lock and writes the tensors, with a SHA-256, into one safetensors file in the folder
-`prepared` of the root (in the user's cache where the root cannot be written). The file appears by a rename, so nobody
-meets half of it; and it is mapped into memory, so that the ranks of a node share its pages instead of holding copies.
+needs it reads the source under a lock and writes the tensors, with a SHA-256, to one safetensors file in the folder
+`prepared` of the root (in the user's cache if the root is not writable). The file is renamed into place, so nobody
+reads a partial one, and mapped into memory, so that the ranks of a node share its pages instead of holding copies.
 
-A prepared file that is damaged, or older than its source, is made again from the source; where there is no source any
-more, a damaged one is refused by its name.
+A prepared file that is damaged, or older than its source, is created again from the source; without a source, a damaged
+file is an error.
 """
 
 from __future__ import annotations
@@ -35,54 +35,54 @@ from fedmpi.errors import UserError
 
 log = logging.getLogger("fedmpi")
 
-LEFT_SECONDS = 3600.0  # a file aside that is older is nobody's
+LEFT_SECONDS = 3600.0  # a temporary file that is older was left by a killed process
 
 Tensors = dict[str, Tensor]
-"""x, y, test_x, test_y and, where samples have owners, owner: what `Arrays` is made of"""
+"""x, y, test_x, test_y and, if samples have owners, owner: the tensors of `Arrays`"""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a data set comes from and how it is read."""
+    """The files of a data set, and how to read them."""
 
     name: str
-    """also that of the prepared file"""
+    """also names the prepared file"""
     version: int
     """part of that file's name: raise it with any change to the tensors"""
     read: Callable[[list[Path]], Tensors]
-    """the tensors from the source's files; what is not sound is refused by the file's name"""
+    """reads the tensors from the files; raises a UserError that names an invalid file"""
     find: Callable[[Path], list[Path]] = lambda root: []
-    """the files of the source under a data root, cheaply; nothing where they are not all there"""
+    """returns the files under a data root, cheaply; [] if they are not complete"""
     wanted: str = ""
-    """which files belong where under the root, in words"""
+    """instructions for the user: which files belong where under the root"""
     fetch: Callable[[Path], None] | None = None
-    """downloads the files to where `find` will find them, under the root"""
+    """downloads the files to where `find` finds them"""
     generated: bool = False
-    """whether there are no files: `read` makes it up"""
+    """whether `read` generates the data without files"""
     published: tuple[int, int] | None = None
-    """how many train and test samples the full set has"""
+    """number of train and test samples of the full set"""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A data set as it was prepared."""
+    """A prepared data set."""
 
     tensors: Tensors
     mean: tuple[float, ...]
-    """of x / 255, one a channel, where x are images"""
+    """of x / 255, per channel, if x are images"""
     std: tuple[float, ...]
     sources: list[str]
     """names of the files it was read from"""
     path: Path | None
-    """the prepared file that the tensors are mapped from; None where there was no folder to write it to"""
+    """the prepared file that the tensors are mapped from; None if no folder was writable"""
     published: tuple[int, int] | None = None
-    """how many train and test samples the full set has"""
+    """number of train and test samples of the full set"""
     sha256: str = ""
-    """of the tensors, where there is a prepared file"""
+    """of the tensors"""
 
     @property
     def note(self) -> str:
-        """How much of the full set this is, where it is not all of it."""
+        """Return how much of the full set this is; '' if it is complete."""
         there = (len(self.tensors["y"]), len(self.tensors["test_y"]))
         if self.published is None or self.published == there:
             return ""
@@ -90,14 +90,14 @@ class Stored:
         return f"a subset, {train} train and {test} test samples: its results do not compare with those of the full set"
 
     def arrays(self, name: str, classes: int, **about: Any) -> Arrays:
-        """The data set, with what is said about it; mean and deviation are those of its images unless they are."""
+        """Return the data set with the fields `about`; mean and std default to those of its images."""
         fields: dict[str, Any] = {"mean": self.mean, "std": self.std, "note": self.note, "sha256": self.sha256}
         fields |= about | self.tensors
         return Arrays(name, classes, **fields)
 
 
 def cache_folder() -> Path:
-    """The folder for files that can be made again: $FEDMPI_CACHE, else $XDG_CACHE_HOME/fedmpi, else ~/.cache/fedmpi."""
+    """Return the cache folder: $FEDMPI_CACHE, else $XDG_CACHE_HOME/fedmpi, else ~/.cache/fedmpi."""
     if given := os.environ.get("FEDMPI_CACHE"):
         return Path(given).expanduser()
     if base := os.environ.get("XDG_CACHE_HOME"):
@@ -109,7 +109,7 @@ def cache_folder() -> Path:
 
 
 def data_root(root: Path | None) -> Path:
-    """The folder to look for data sets in: the argument, else $FEDMPI_DATA, else `data` in the cache folder."""
+    """Return the data root: the argument, else $FEDMPI_DATA, else `data` in the cache folder."""
     given = root or os.environ.get("FEDMPI_DATA")
     if not given:
         return cache_folder() / "data"
@@ -125,7 +125,7 @@ def data_root(root: Path | None) -> Path:
 
 
 def load(source: Source, root: Path | None = None) -> Stored:
-    """The data set, mapped from its prepared file; prepared first where that is not there."""
+    """Return the data set, mapped from its prepared file, which is created first if it is missing."""
     base = data_root(root)
     for path in prepared_files(source, base):
         if (stored := read_prepared(path, source, base)) is not None:
@@ -134,28 +134,27 @@ def load(source: Source, root: Path | None = None) -> Stored:
 
 
 def prepared_files(source: Source, base: Path) -> list[Path]:
-    """Where the prepared file may lie: in the root, or else in the user's cache."""
+    """Return the possible paths of the prepared file: in the root, else in the user's cache."""
     name = f"{source.name}-v{source.version}.safetensors"
-    # Of several nodes with copies of their own under one name, none replaces another's file.
+    # The key keeps nodes that have different copies under the same path from replacing each other's file.
     about = json.dumps([str(base.absolute()), fingerprint(source, base)])
     key = hashlib.sha256(about.encode()).hexdigest()[:12]
     return [base / "prepared" / name, cache_folder() / "prepared" / key / name]
 
 
 def prepare(source: Source, base: Path) -> Stored:
-    """Read the source and keep the result, in one process while the others wait for it; what stopped that one stops
-    the others in the same words."""
+    """Read the source and store the result, in one process while the others wait; if it fails, all raise its error."""
     check_source(source, base)
     path = next((p for p in prepared_files(source, base) if can_write(p.parent)), None)
     if path is None:
-        log.warning("no folder can be written to keep '%s' in: each process reads it for itself", source.name)
+        log.warning("no writable folder for the prepared '%s': each process reads its source", source.name)
         tensors = read_source(source, base)
         names = [file.name for file in find_files(source, base)]
         return Stored(tensors, *moments(tensors["x"]), names, None, source.published, digest(tensors))
     lock = path.with_name(f".{source.name}.lock")
-    with locked(lock) as sentence:
-        if sentence:
-            raise UserError(sentence.splitlines()[-1])
+    with locked(lock) as message:
+        if message:
+            raise UserError(message.splitlines()[-1])
         if (stored := read_prepared(path, source, base, quiet=True)) is None:
             try:
                 write_prepared(path, source, base, read_source(source, base))
@@ -170,7 +169,7 @@ def prepare(source: Source, base: Path) -> Stored:
 
 
 def find_files(source: Source, base: Path) -> list[Path]:
-    """The files of a source under a root; a root that cannot be searched is refused."""
+    """Return the files of a source under a root; raise a UserError if the root cannot be searched."""
     try:
         return source.find(base)
     except OSError as error:
@@ -178,7 +177,7 @@ def find_files(source: Source, base: Path) -> list[Path]:
 
 
 def check_source(source: Source, base: Path) -> None:
-    """Refuse a source that is missing and cannot be downloaded."""
+    """Raise a UserError for a source that is missing and cannot be downloaded."""
     if source.generated or find_files(source, base):
         return
     if source.fetch is None:
@@ -188,7 +187,7 @@ def check_source(source: Source, base: Path) -> None:
 
 
 def read_source(source: Source, base: Path) -> Tensors:
-    """The tensors from the source's files, which are downloaded where they are missing."""
+    """Return the tensors from the source's files, which are downloaded if they are missing."""
     if not source.generated and not find_files(source, base):
         assert source.fetch is not None, "checked before"
         try:
@@ -206,7 +205,7 @@ def read_source(source: Source, base: Path) -> Tensors:
 
 
 def missing(source: Source, base: Path, why: str) -> UserError:
-    """The error for a data set that is nowhere, with the ways to get it; names a damaged prepared file, if any."""
+    """Return the error for a missing data set, with the ways to get it; it names a damaged prepared file, if any."""
     damaged = [str(path) for path in prepared_files(source, base) if path.exists()]
     sound = f" (what was prepared of it, {damaged[0]}, is damaged)" if damaged else ""
     fetched = ", or run once where there is a network" if source.fetch is not None else ""
@@ -217,8 +216,8 @@ def missing(source: Source, base: Path, why: str) -> UserError:
 
 
 def can_write(folder: Path) -> bool:
-    """Whether files can be made in a folder, which is made where it is missing. A folder that nobody may write to is
-    left alone, also by root, who could."""
+    """Return whether files can be created in a folder, which is created if it is missing. A folder without any write
+    permission is respected even by root, who could write to it."""
     there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     probe = folder / f".{uuid.uuid4().hex}"
     try:
@@ -233,7 +232,7 @@ def can_write(folder: Path) -> bool:
 
 
 def fingerprint(source: Source, base: Path) -> list[list[Any]]:
-    """Name, size and time of change of each file of a source: another one means another source."""
+    """Return name, size and modification time of each file of a source: they change with the source."""
     try:
         stats = [(file, file.stat()) for file in find_files(source, base)]
     except OSError as error:
@@ -242,7 +241,7 @@ def fingerprint(source: Source, base: Path) -> list[list[Any]]:
 
 
 def digest(tensors: Tensors) -> str:
-    """The SHA-256 of names, kinds, shapes and content."""
+    """Return the SHA-256 of names, types, shapes and content."""
     sha = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         sha.update(f"{name} {tensor.dtype} {list(tensor.shape)};".encode())
@@ -251,7 +250,7 @@ def digest(tensors: Tensors) -> str:
 
 
 def moments(x: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of x / 255 for each channel of uint8 images, by counting values: exact."""
+    """Return mean and standard deviation of x / 255 per channel of uint8 images, exactly, by counting values."""
     if x.dtype != torch.uint8 or x.ndim != 4:
         return (), ()
     values = np.arange(256) / 255
@@ -267,9 +266,9 @@ def moments(x: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 
 def read_prepared(path: Path, source: Source, base: Path, quiet: bool = False) -> Stored | None:
-    """The data set in a prepared file; None where there is none, or none that is sound and not older than its source
-    (said in the log unless `quiet`)."""
-    say = log.debug if quiet else log.warning
+    """Return the data set in a prepared file; None if there is none, or if it is damaged or older than its source (with
+    a warning in the log unless `quiet`)."""
+    warn = log.debug if quiet else log.warning
     try:
         with safetensors.safe_open(path, "pt") as file:
             about = file.metadata() or {}
@@ -277,14 +276,14 @@ def read_prepared(path: Path, source: Source, base: Path, quiet: bool = False) -
     except FileNotFoundError:
         return None
     except (OSError, safetensors.SafetensorError) as error:
-        say("cannot read %s (%s); preparing it again", path, error)
+        warn("cannot read %s (%s); preparing it again", path, error)
         return None
     if about.get("sha256") != digest(tensors):
-        say("%s is damaged (its content does not match its SHA-256); preparing it again", path)
+        warn("%s is damaged (its content does not match its SHA-256); preparing it again", path)
         return None
     now = fingerprint(source, base)
     if now and json.loads(about["sources"]) != now:
-        say("%s was prepared from other files than those there now; preparing it again", path)
+        warn("%s was prepared from other files than are there now; preparing it again", path)
         return None
     mean, std = (tuple(map(float, json.loads(about[key]))) for key in ("mean", "std"))
     names = [name for name, *_ in json.loads(about["sources"])]
@@ -292,7 +291,7 @@ def read_prepared(path: Path, source: Source, base: Path, quiet: bool = False) -
 
 
 def write_prepared(path: Path, source: Source, base: Path, tensors: Tensors) -> None:
-    """Write tensors into a prepared file by way of a name of its own."""
+    """Write tensors to a temporary file, and rename it to the prepared file."""
     mean, std = moments(tensors["x"])
     about = {
         "sha256": digest(tensors),
@@ -302,10 +301,10 @@ def write_prepared(path: Path, source: Source, base: Path, tensors: Tensors) -> 
     }
     aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        for left in path.parent.glob(f".{path.name}.*"):  # by a process that was killed
+        for left in path.parent.glob(f".{path.name}.*"):  # left by killed processes
             if time.time() - left.stat().st_mtime > LEFT_SECONDS:
                 left.unlink(missing_ok=True)
-        aside.touch()  # with the permissions that the umask gives: a group may share the folder
+        aside.touch()  # with the umask's permissions: a group may share the folder
         mode = aside.stat().st_mode
         safetensors.torch.save_file({k: t.contiguous() for k, t in tensors.items()}, aside, about)
         aside.chmod(mode)
@@ -318,10 +317,10 @@ def write_prepared(path: Path, source: Source, base: Path, tensors: Tensors) -> 
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[str]:
-    """Hold the lock file `path`; yields what another process wrote into it while this one waited.
+    """Hold the lock file `path`; yield what another process wrote to it while this one waited.
 
-    Where locking is impossible (a file system without locks) it goes on without: whatever is made under the lock is
-    renamed into place, so the lock saves work and does not carry correctness.
+    On a file system without locks this does nothing: files created under the lock are renamed into place, so the lock
+    only avoids duplicate work.
     """
     with contextlib.ExitStack() as stack:
         text = ""

@@ -1,11 +1,11 @@
-"""Models by name: a row is a function of what the data offer, by the names of its parameters; what it takes; and how
-its weights lie in memory best.
+"""Models by name. A row has a function that makes the model, the kinds of samples it takes, and the memory layout of
+its weights. The function asks for properties of the data by parameter name:
 
     images      channels, height, width     shape       always: that of a sample
-    sequences   tokens, length              classes     or `outputs`, where labels are numbers to predict
+    sequences   tokens, length              classes     or `outputs`, if labels are numbers to predict
 
 `torchvision:NAME` is any classifier of torchvision, and `package.module:name` the user's own: a function or class with
-parameters named so, or a module that is there already.
+such parameters, or an instance of nn.Module.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from .vision import classifier, names, resnet18_bn, resnet18_gn
 
 @dataclass(frozen=True)
 class ModelRow:
-    """How to make a model, and for what."""
+    """How to make a model, and for which data."""
 
     make: Callable[..., nn.Module]
     channels_last: bool = False
-    """where its convolutions run faster on a CPU with channels innermost"""
+    """whether its convolutions are faster on a CPU with channels innermost"""
     takes: tuple[str, ...] = ()
-    """kinds of samples: images, sequences, numbers; none: the function sees for itself"""
+    """kinds of samples: images, sequences, numbers; (): not checked"""
     regresses: bool = False
     """whether labels may be numbers to predict"""
 
 
 IMAGES = ("images",)
 
-# Behind a row: the time of a training step with channels_last over that without, batches of 32, one thread. (For lenet
-# and cnn by torch's operations; by products, which they take on a CPU, it makes no difference.)
+# After each row: the time of a training step with channels_last relative to that without, batches of 32, one thread.
+# (For lenet and cnn with torch's operations; with the matrix products they use on a CPU it makes no difference.)
 MODELS = {
     "lenet": ModelRow(lenet, channels_last=True, takes=IMAGES),  # 0.77
     "cnn": ModelRow(cnn, channels_last=True, takes=IMAGES),  # 0.78 for grey images, 0.69 for colour
-    "resnet18-gn": ModelRow(resnet18_gn, takes=IMAGES),  # 0.92 to 1.05: no gain that stands out
+    "resnet18-gn": ModelRow(resnet18_gn, takes=IMAGES),  # 0.92 to 1.05: no clear gain
     "resnet18-bn": ModelRow(resnet18_bn, channels_last=True, takes=IMAGES),  # 0.93
     "gru": ModelRow(gru, takes=("sequences",)),
     "logistic": ModelRow(logistic, takes=("images", "numbers"), regresses=True),
@@ -55,7 +55,7 @@ MODELS = {
 
 
 def find_model(name: str) -> ModelRow:
-    """The row of that name, the classifier of torchvision, or what is at that import path."""
+    """Return the row of that name, of torchvision's classifier, or of the model at that import path."""
     if ":" not in name:
         if name not in MODELS:
             raise unknown_model(name)
@@ -68,16 +68,16 @@ def find_model(name: str) -> ModelRow:
 
 
 def unknown_model(name: str) -> UserError:
-    """The error for a name that is no row; it names torchvision's classifier of that name, where there is one."""
+    """Return the error for an unknown name, with the closest match, or torchvision's classifier of that name."""
     wanted = squeezed(name)
     near = [known for known in MODELS if squeezed(known).startswith(wanted)]
-    with contextlib.suppress(UserError):  # no torchvision that could be asked
+    with contextlib.suppress(UserError):  # torchvision is not installed
         near += [f"torchvision:{known}" for known in names() if squeezed(known) == wanted]
     return unknown("model", name, [*MODELS, "torchvision:NAME"], own=True, near="' or '".join(near))
 
 
 def make_model(name: str, row: ModelRow, offers: Mapping[str, Any], data: str) -> nn.Module:
-    """The model of a row for data of that name that offer this."""
+    """Make the model of a row for data with these properties."""
     if row.takes:
         check_fit(name, row, offers, data)
     model = call_with("model", name, row.make, offers)
@@ -87,7 +87,7 @@ def make_model(name: str, row: ModelRow, offers: Mapping[str, Any], data: str) -
 
 
 def check_fit(name: str, row: ModelRow, offers: Mapping[str, Any], data: str) -> None:
-    """Refuse data that a row is not for, and name the rows that are."""
+    """Raise a UserError if a row does not take these data; name the rows that do."""
     if fits(row, offers):
         return
     takes, has = " or ".join(row.takes), kind_of(offers)
@@ -99,10 +99,10 @@ def check_fit(name: str, row: ModelRow, offers: Mapping[str, Any], data: str) ->
 
 
 def fits(row: ModelRow, offers: Mapping[str, Any]) -> bool:
-    """Whether a row is for data that offer this."""
+    """Return whether a row takes data with these properties."""
     return kind_of(offers) in row.takes and (row.regresses or "outputs" not in offers)
 
 
 def kind_of(offers: Mapping[str, Any]) -> str:
-    """The kind of samples: images, sequences or numbers."""
+    """Return the kind of samples: images, sequences or numbers."""
     return "images" if "channels" in offers else "sequences" if "tokens" in offers else "numbers"

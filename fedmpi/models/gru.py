@@ -1,7 +1,7 @@
-"""A character model: it reads a line and tells the next character.
+"""A character model: it reads a line and predicts the next character.
 
-An embedding of 8 and 256 units are those of the character models of McMahan et al. (AISTATS 2017) and of LEAF (Caldas
-et al., 2018), which are LSTMs of two layers; here one layer of a GRU, as in the paper of UGA (Yao et al., 2019).
+The embedding of 8 and the 256 units are those of the character models of McMahan et al. (AISTATS 2017) and of LEAF
+(Caldas et al., 2018), which are two-layer LSTMs; this is one GRU layer, as in the UGA paper (Yao et al., 2019).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class GRU(nn.Module):
-    """Logits for what follows the last position of a sequence of tokens [n, length]."""
+    """A GRU that returns the logits of the token after a sequence [n, length]."""
 
     def __init__(self, tokens: int, classes: int) -> None:
         super().__init__()
@@ -25,5 +25,5 @@ class GRU(nn.Module):
 
 
 def gru(tokens: int, classes: int) -> nn.Module:
-    """A character model for an alphabet of that many tokens."""
+    """Make a character model for an alphabet of that many tokens."""
     return GRU(tokens, classes)

@@ -1,5 +1,5 @@
-"""LeNet-5 as the papers use it: two 5x5 convolutions with max pooling, then three linear layers, ReLU; and the same
-with dropout, the CNN of gradient masked averaging (Tenison et al., NeurIPS workshop 2021, appendix A.4.1)."""
+"""LeNet-5 as in the papers: two 5x5 convolutions with max pooling, then three linear layers, ReLU; and the same with
+dropout, the CNN of gradient masked averaging (Tenison et al., NeurIPS workshop 2021, appendix A.4.1)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .kernels.convpool import conv_pool_relu
 
 
 class LeNet(Layered):
-    """28x28 images are padded to LeCun's 32x32. `widths` are the channels of the two convolutions; dropout follows the
-    first two linear layers."""
+    """A LeNet. 28x28 images are padded to LeCun's 32x32. `widths` are the channels of the two convolutions; dropout
+    follows the first two linear layers."""
 
     def __init__(
         self,
@@ -36,11 +36,11 @@ class LeNet(Layered):
         self.fc1 = nn.Linear(widths[1] * rows * columns, 120)
         self.fc2 = nn.Linear(120, 84)
         self.fc3 = nn.Linear(84, classes)
-        self.drop = nn.Dropout(dropout)  # of 0: draws nothing
+        self.drop = nn.Dropout(dropout)  # with 0 it draws no random numbers
 
     @property
     def network(self) -> Network:
-        """What it consists of, so that its gradient can be written out (byhand.py)."""
+        """Return the layers, so that the gradient can be computed without autograd (byhand.py)."""
         return Network((self.conv1, self.conv2), (self.fc1, self.fc2, self.fc3), self.drop.p)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -52,10 +52,10 @@ class LeNet(Layered):
 
 
 def lenet(channels: int, height: int, width: int, classes: int) -> nn.Module:
-    """A LeNet for images of that shape."""
+    """Make a LeNet for images of that shape."""
     return LeNet(channels, height, width, classes)
 
 
 def cnn(channels: int, height: int, width: int, classes: int) -> nn.Module:
-    """A LeNet with dropout, and with a wider first convolution where there is colour to see."""
+    """Make a LeNet with dropout, and with a wider first convolution for colour images."""
     return LeNet(channels, height, width, classes, widths=(6, 16) if channels == 1 else (32, 16), dropout=0.5)

@@ -1,5 +1,4 @@
-"""One linear layer: multinomial logistic regression, the papers' convex objective; least squares where labels are
-numbers."""
+"""One linear layer: multinomial logistic regression, the papers' convex objective; least squares for regression."""
 
 from __future__ import annotations
 
@@ -11,19 +10,19 @@ from .kernels.byhand import Layered, Network
 
 
 class Logistic(Layered, nn.Sequential):
-    """A linear layer on all numbers of a sample."""
+    """A linear layer on the flattened sample."""
 
     def __init__(self, numbers: int, outputs: int) -> None:
         super().__init__(nn.Flatten(), nn.Linear(numbers, outputs))
 
     @property
     def network(self) -> Network:
-        """What it consists of, so that its gradient can be written out (byhand.py)."""
+        """Return the layers, so that the gradient can be computed without autograd (byhand.py)."""
         linear = self[1]
         assert isinstance(linear, nn.Linear)
         return Network((), (linear,))
 
 
 def logistic(shape: tuple[int, ...], classes: int = 0, outputs: int = 0) -> nn.Module:
-    """With an output a class, or a number to predict."""
+    """Make a linear model with one output per class, or per number to predict."""
     return Logistic(math.prod(shape), classes or outputs)

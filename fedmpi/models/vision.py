@@ -1,9 +1,9 @@
-"""Models of torchvision: ResNet-18 as CIFAR needs it, and any classifier as `torchvision:NAME`. Weights are random.
+"""Models of torchvision: ResNet-18 for CIFAR, and any classifier as `torchvision:NAME`. Weights are random.
 
-ResNet-18 (He et al., CVPR 2016) has a stem for pictures of 224x224; on 32x32 its stride and pooling would leave 8x8 to
-the first block, so here the stem is one 3x3 convolution. Group normalisation instead of batch normalisation, with two
-groups, is what Hsieh et al. (ICML 2020) and Reddi et al. (ICLR 2021) use where clients' data differ: it knows no
-statistics of a batch that would be one client's.
+ResNet-18 (He et al., CVPR 2016) has a stem for images of 224x224; on 32x32 its stride and pooling would leave 8x8 for
+the first block, so the stem here is one 3x3 convolution. Group normalisation with two groups, instead of batch
+normalisation, is what Hsieh et al. (ICML 2020) and Reddi et al. (ICLR 2021) use for heterogeneous clients: it has no
+batch statistics, which would be those of one client.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from ..plugins.torchvision import import_torchvision
 
 
 def resnet18_gn(channels: int, height: int, width: int, classes: int) -> nn.Module:
-    """A ResNet-18 with group normalisation."""
+    """Make a ResNet-18 with group normalisation."""
     return resnet18(channels, height, width, classes, partial(nn.GroupNorm, 2))
 
 
 def resnet18_bn(channels: int, height: int, width: int, classes: int) -> nn.Module:
-    """A ResNet-18 with batch normalisation."""
+    """Make a ResNet-18 with batch normalisation."""
     return resnet18(channels, height, width, classes, nn.BatchNorm2d)
 
 
 def resnet18(channels: int, height: int, width: int, classes: int, norm: Callable[[int], nn.Module]) -> nn.Module:
-    """torchvision's ResNet-18 with a 3x3 stem and without pooling behind it."""
+    """Make torchvision's ResNet-18 with a 3x3 stem and without the pooling after it."""
     if min(height, width) < 8:
         raise UserError(
             f"resnet18-gn and resnet18-bn need images of at least 8x8; these are {height}x{width}: use --model logistic"
         )
     model: Any = import_torchvision().models.resnet18(num_classes=classes, norm_layer=norm)
     model.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
-    nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")  # as torchvision its convolutions
+    nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")  # as in torchvision
     model.maxpool = nn.Identity()
     return model  # type: ignore[no-any-return]
 
 
 def names() -> list[str]:
-    """All classifiers of torchvision."""
+    """Return the names of all classifiers of torchvision."""
     models = import_torchvision().models
     return sorted(models.list_models(module=models))
 
 
 def classifier(name: str) -> Callable[..., nn.Module]:
-    """A function that makes the classifier of that name."""
+    """Return a function that makes the classifier of that name."""
     known = names()
     if name not in known:
         near = nearest(name, known)
@@ -67,10 +67,10 @@ def classifier(name: str) -> Callable[..., nn.Module]:
 
 
 def special(name: str, height: int, width: int) -> dict[str, Any]:
-    """What some builders must be told beside the number of classes."""
-    if name in ("googlenet", "inception_v3"):  # one output in training too; and silence on how weights are drawn
+    """Return the further arguments that some builders need."""
+    if name in ("googlenet", "inception_v3"):  # a single output in training too, and no warning about initialisation
         return {"aux_logits": False, "init_weights": True}
-    if name.startswith("vit_"):  # has a parameter for each position
+    if name.startswith("vit_"):  # has a parameter per position
         if height != width:
             raise UserError(f"torchvision model '{name}' needs square images; these are {height}x{width}")
         return {"image_size": height}
@@ -80,7 +80,7 @@ def special(name: str, height: int, width: int) -> dict[str, Any]:
 
 
 def change_stem(model: nn.Module, channels: int) -> None:
-    """Let a model's first convolution take another number of channels; its weights are drawn anew."""
+    """Change the number of input channels of a model's first convolution, and initialise its weights again."""
     stem = next(module for module in model.modules() if isinstance(module, nn.Conv2d))
     stem.in_channels = channels
     stem.weight = nn.Parameter(stem.weight.new_empty(stem.out_channels, channels, *stem.kernel_size))

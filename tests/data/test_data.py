@@ -316,13 +316,14 @@ def test_the_root_may_come_from_the_environment(tmp_path: Path, monkeypatch: pyt
 
 def test_fmnist_is_found_in_the_system_and_root_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raw = put(tmp_path / "system", packed=True)
-    monkeypatch.setattr(vision, "FMNIST", vision.FMNIST._replace(system=raw))
+    family = vision.FMNIST._replace(system=raw)
+    monkeypatch.setitem(DATASETS, "fmnist", replace(DATASETS["fmnist"], load=functools.partial(vision.read, family)))
     monkeypatch.setenv("FEDMPI_DATA", str(tmp_path / "root"))
     assert len(load("fmnist").x) == 6
     assert not (tmp_path / "root" / "FashionMNIST").exists()
     monkeypatch.setenv("FEDMPI_OFFLINE", "1")
     with pytest.raises(UserError, match="data set 'fmnist' is not under"):
-        load("fmnist", str(tmp_path / "other"))  # who names a folder means that folder
+        load("fmnist", str(tmp_path / "other"))  # only an explicit folder is searched
     mine = put(tmp_path / "root", packed=False, folder="FashionMNIST")
     (mine / vision.FILES[0]).write_bytes(contents(n=2)[0])
     (mine / vision.FILES[1]).write_bytes(contents(n=2)[1])
@@ -332,7 +333,7 @@ def test_fmnist_is_found_in_the_system_and_root_comes_first(tmp_path: Path, monk
 @pytest.mark.parametrize(
     ("file", "change", "words"),
     [
-        (0, lambda b: b[:-1], "announces 4704 bytes of data and holds 4703"),
+        (0, lambda b: b[:-1], "declares 4704 bytes of data and holds 4703"),
         (0, lambda b: b + b"x", "holds 4705"),
         (1, lambda b: b"\1" + b[1:], "not an idx file of bytes .it begins with 01000801"),
         (2, lambda b: b[:10], "not an idx file"),

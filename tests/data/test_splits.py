@@ -319,7 +319,7 @@ def test_merge_takes_small_owners_and_choose_leaves_them() -> None:
         ({"y": np.array([0, -1])}, "whole numbers"),
         ({"name": "classes", "classes_per_client": 11}, "use 1 to 10"),
         ({"name": "classes", "classes_per_client": 0}, "use 1 to 10"),
-        ({"name": "classes", "clients": 6000}, "fewer clients or fewer classes a client"),
+        ({"name": "classes", "clients": 6000}, "fewer clients or fewer classes per client"),
         ({"name": "classes", "noise": 1.0}, "noise = 1.0"),
         ({"name": "classes", "noise": -0.1}, "noise = -0.1"),
         ({"name": "classes", "noise": 0.1, "classes_per_client": 10}, "which are all"),
@@ -337,7 +337,7 @@ def test_merge_takes_small_owners_and_choose_leaves_them() -> None:
         ({"name": "mixed", "skewed": True, "noise": 1.0}, "split 'mixed' got noise = 1.0"),
     ],
 )
-def test_impossible_requests_are_refused_in_a_sentence(request_: dict[str, Any], words: str) -> None:
+def test_impossible_requests_are_refused(request_: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         split(**({"name": "iid", "y": TEN, "clients": 10, "seed": 0} | request_))
 

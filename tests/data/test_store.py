@@ -300,7 +300,7 @@ def test_a_source_that_has_changed_is_prepared_again(
     assert value_of(load(TOY, root)) == 5
     change(root / "toy.bin")
     assert value_of(load(TOY, root)) == 6 and reads(root) == 2
-    assert "was prepared from other files than those there now; preparing it again" in caplog.text
+    assert "was prepared from other files than are there now; preparing it again" in caplog.text
     caplog.clear()
     assert value_of(load(TOY, root)) == 6 and reads(root) == 2 and not caplog.records
 
@@ -393,7 +393,7 @@ def test_where_nothing_can_be_written_every_process_reads_for_itself(
     assert (value_of(stored), stored.path, stored.sources) == (5, None, ["toy.bin"])
     assert (stored.mean, stored.std) == moments(stored.tensors["x"])
     (said,) = warnings(caplog)
-    assert said.startswith("no folder can be written to keep 'toy' in")
+    assert said.startswith("no writable folder for the prepared 'toy'")
     assert (tmp_path / "file").read_text() == "in the way"
 
 

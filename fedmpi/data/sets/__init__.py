@@ -1,1 +1,1 @@
-"""The built-in data sets, one file each."""
+"""The built-in data sets, one file per data set."""

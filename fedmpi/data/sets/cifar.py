@@ -1,16 +1,16 @@
 """CIFAR-10 and CIFAR-100, read from the files of their own site.
 
-Under a root folder lies one of these, looked for in this order (`cifar-10` stands for either set):
+A data root has one of these, searched in this order (`cifar-10` stands for either set):
   the Python version   its folder, cifar-10-batches-py/ or cifar-100-python/, or the archive cifar-10-python.tar.gz
   the binary version   its folder, cifar-10-batches-bin/ or cifar-100-binary/, or the archive cifar-10-binary.tar.gz
-Archives are read in place, member by member: nothing is unpacked to disk, so no member can leave its folder.
+Archives are read in place, member by member: nothing is unpacked to disk, so no member can escape its folder.
 
-The Python version consists of pickles, and a pickle may name any function to be called while it is read. So a pickle
-is read only where its md5 is the published one, and then only by an unpickler that knows nothing but numpy arrays, and
-those only as stand-ins: an md5 can be forged with some effort.
+The Python version consists of pickles, and loading a pickle can call any function. So a pickle is loaded only if its
+md5 is the published one, and then only by an unpickler that accepts nothing but numpy arrays, and replaces those by
+inert objects: an md5 can be forged with some effort.
 
-The binary version is records: a byte a label (the class; CIFAR-100 has the superclass before it) and 3072 bytes, the
-red, the green and the blue plane. It may be a subset: fewer records, or fewer of the train files.
+The binary version is a sequence of records: one byte per label (the class; in CIFAR-100 after the superclass) and 3072
+bytes, the red, the green and the blue plane. It may be a subset: fewer records, or fewer of the train files.
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ import torch
 
 from fedmpi.data.arrays import Arrays
 from fedmpi.data.fetch import fetch_file
+from fedmpi.data.files import damaged, unreadable
 from fedmpi.data.store import Source, Tensors, load
 from fedmpi.errors import UserError
 from fedmpi.plugins.torchvision import import_torchvision
 
-Part = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
+Samples = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
 """pictures [n, 3072] and their classes [n]"""
 
 PUBLISHED = (50_000, 10_000)
 PIXELS = 3 * 32 * 32
-LONGEST = 1 << 28  # bytes: no file of either set is as long, so that one cut here is refused by what it lacks
+LONGEST = 1 << 28  # bytes; the files are shorter, so a file that is cut here fails the checks
 
 
 class Version(NamedTuple):
-    """One of the two forms in which a set is published."""
+    """One of the two formats in which a set is published."""
 
     folder: str
     archive: str
@@ -55,7 +56,7 @@ class Version(NamedTuple):
 
 
 class Family(NamedTuple):
-    """A set in CIFAR's formats."""
+    """A data set in CIFAR's formats."""
 
     name: str
     kind: str
@@ -64,7 +65,7 @@ class Family(NamedTuple):
     train: tuple[str, ...]
     test: str
     labels: tuple[tuple[str, int], ...]
-    """name in a pickle and number of kinds of each label, in the order of a record; the last is the class"""
+    """name in a pickle and number of values of each label, in record order; the last one is the class"""
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
 
@@ -101,34 +102,14 @@ CIFAR100 = Family(
 )
 
 
-def cifar10(root: Path | None = None) -> Arrays:
-    """CIFAR-10's 50,000 and 10,000 colour pictures of ten classes."""
-    return read(CIFAR10, root)
-
-
-def cifar100(root: Path | None = None) -> Arrays:
-    """CIFAR-100's 50,000 and 10,000 colour pictures of a hundred classes."""
-    return read(CIFAR100, root)
-
-
-def cifar10_source(root: Path | None = None) -> Source:
-    """Where CIFAR-10 comes from."""
-    return source_of(CIFAR10)
-
-
-def cifar100_source(root: Path | None = None) -> Source:
-    """Where CIFAR-100 comes from."""
-    return source_of(CIFAR100)
-
-
-def read(family: Family, root: Path | None) -> Arrays:
-    """A set of the family, from a root or from the usual one."""
+def read(family: Family, root: Path | None = None) -> Arrays:
+    """Load a data set of the family, from a root or the default one."""
     stored = load(source_of(family), root)
     return stored.arrays(family.name, family.classes, mean=family.mean, std=family.std, augment="crop:4+flip")
 
 
-def source_of(family: Family) -> Source:
-    """Where the set comes from."""
+def source_of(family: Family, root: Path | None = None) -> Source:
+    """Return the source of a data set."""
     python, binary = family.versions
     return Source(
         family.name,
@@ -142,8 +123,12 @@ def source_of(family: Family) -> Source:
     )
 
 
+cifar10, cifar10_source = partial(read, CIFAR10), partial(source_of, CIFAR10)
+cifar100, cifar100_source = partial(read, CIFAR100), partial(source_of, CIFAR100)
+
+
 def find_files(family: Family, base: Path) -> list[Path]:
-    """The files of the first version that is there, or its archive; none where there is neither."""
+    """Return the files of the first version that is present, or its archive; [] if there is neither."""
     for version in family.versions:
         names = [f"{name}{version.suffix}" for name in (*family.train, family.test)]
         there = [base / version.folder / name for name in names if (base / version.folder / name).is_file()]
@@ -156,7 +141,7 @@ def find_files(family: Family, base: Path) -> list[Path]:
 
 
 def read_files(family: Family, files: list[Path]) -> Tensors:
-    """The tensors of a version's files, or of its archive."""
+    """Return the tensors of a version's files, or of its archive."""
     first = files[0]
     packed = first.name in [v.archive for v in family.versions]
     version = next(v for v in family.versions if (first.name == v.archive if packed else first.suffix == v.suffix))
@@ -167,7 +152,7 @@ def read_files(family: Family, files: list[Path]) -> Tensors:
     else:
         contents = ((file, read_file(file)) for file in files)
 
-    parts: dict[str, Part] = {}
+    parts: dict[str, Samples] = {}
     for file, content in contents:
         name = file.name.removesuffix(version.suffix)
         if version.binary:
@@ -183,8 +168,8 @@ def read_files(family: Family, files: list[Path]) -> Tensors:
     return joined("", [parts[name] for name in train]) | joined("test_", [parts[family.test]])
 
 
-def joined(prefix: str, parts: list[Part]) -> Tensors:
-    """The pictures and classes of some files, as tensors."""
+def joined(prefix: str, parts: list[Samples]) -> Tensors:
+    """Return the pictures and classes of several files as tensors."""
     x = np.concatenate([x for x, _ in parts]).reshape(-1, 3, 32, 32)
     return {f"{prefix}x": torch.from_numpy(x), f"{prefix}y": torch.from_numpy(np.concatenate([y for _, y in parts]))}
 
@@ -192,8 +177,8 @@ def joined(prefix: str, parts: list[Part]) -> Tensors:
 # The binary version
 
 
-def parse_records(family: Family, file: Path, content: bytes) -> Part:
-    """The pictures and classes of a binary file; one that is not sound is refused by its name."""
+def parse_records(family: Family, file: Path, content: bytes) -> Samples:
+    """Return the pictures and classes of a binary file."""
     labels = len(family.labels)
     record = labels + PIXELS
     most = PUBLISHED[1] if file.stem == family.test else PUBLISHED[0] // len(family.train)
@@ -210,7 +195,7 @@ def parse_records(family: Family, file: Path, content: bytes) -> Part:
 
 
 def check_labels(file: Path, name: str, labels: Iterable[Any], kinds: int) -> None:
-    """Refuse labels that are not numbers below the number of kinds, by the name of their file."""
+    """Check that labels are integers below `kinds`."""
     for number, label in enumerate(labels):
         if not (isinstance(label, int) and 0 <= label < kinds):
             raise UserError(
@@ -223,15 +208,15 @@ def check_labels(file: Path, name: str, labels: Iterable[Any], kinds: int) -> No
 
 
 def latin1(text: str, encoding: str) -> bytes:
-    """What Python 3 calls to restore bytes from old pickles, without its choice of codecs."""
+    """Restore bytes from old pickles, as `_codecs.encode` does, but with this codec only."""
     if encoding != "latin1":
         raise pickle.UnpicklingError(f"it asks for the codec {encoding}")
     return text.encode("latin1")
 
 
 class Inert:
-    """Stands in a pickle for a numpy array or its dtype: keeps what it is made from and makes nothing of it, since
-    what a pickle tells numpy itself of an array can crash the process."""
+    """Replaces a numpy array or dtype in a pickle: stores the arguments without using them, because invalid arguments
+    from a pickle can make numpy crash the process."""
 
     def __init__(self, *made_from: Any) -> None:
         self.made_from = made_from
@@ -251,7 +236,7 @@ ALLOWED = {
 
 
 class ArrayUnpickler(pickle.Unpickler):
-    """Reads pickles of plain values and numpy arrays; refuses one that names anything else, instead of calling it."""
+    """An unpickler of plain values and numpy arrays, which raises an error for any other class or function."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in ALLOWED:
@@ -260,17 +245,17 @@ class ArrayUnpickler(pickle.Unpickler):
 
 
 def pixels(array: Any) -> npt.NDArray[np.uint8] | None:
-    """The pictures [n, 3072] that an array in a pickle stands for; None where it is not one of such bytes."""
+    """Return the pictures [n, 3072] of an array in a pickle; None if it is not an array of such bytes."""
     match array:
         case Inert(state=(_, (int(count), int(width)), Inert(made_from=("u1", *_)), turned, bytes() | str() as data)):
-            content = data if isinstance(data, bytes) else data.encode("latin1", "ignore")  # Python 2 had one kind
+            content = data if isinstance(data, bytes) else data.encode("latin1", "ignore")  # a str of Python 2
             if width == PIXELS and count > 0 and len(content) == count * width:
                 return np.frombuffer(content, np.uint8).reshape(count, width, order="F" if turned else "C")
     return None
 
 
-def parse_pickle(family: Family, file: Path, content: bytes) -> Part:
-    """The pictures and classes of a pickle; one that is not sound is refused by its name."""
+def parse_pickle(family: Family, file: Path, content: bytes) -> Samples:
+    """Return the pictures and classes of a pickle."""
     try:
         batch = ArrayUnpickler(io.BytesIO(content), encoding="latin1").load()
     except Exception as error:  # a broken pickle may raise nearly anything
@@ -287,13 +272,13 @@ def parse_pickle(family: Family, file: Path, content: bytes) -> Part:
 
 
 def published_md5s(family: Family) -> tuple[dict[str, str], str]:
-    """The md5 of each file of the Python version and that of its archive, as torchvision knows them."""
+    """Return torchvision's md5 of each file of the Python version, and of its archive."""
     kind: Any = getattr(import_torchvision().datasets, family.kind)
     return dict([*kind.train_list, *kind.test_list]), kind.tgz_md5
 
 
 def check_md5(file: Path, chunks: Iterable[bytes], published: str) -> None:
-    """Refuse a file whose content is not the published one, by its name."""
+    """Check that a file has the published content."""
     md5 = hashlib.md5(usedforsecurity=False)
     for chunk in chunks:
         md5.update(chunk)
@@ -305,7 +290,7 @@ def check_md5(file: Path, chunks: Iterable[bytes], published: str) -> None:
 
 
 def fetch(family: Family, base: Path) -> None:
-    """Download the archive of the Python version to where torchvision would put it."""
+    """Download the archive of the Python version to torchvision's folder."""
     kind: Any = getattr(import_torchvision().datasets, family.kind)
     fetch_file([kind.url], base / kind.filename, kind.tgz_md5)
 
@@ -314,17 +299,17 @@ def fetch(family: Family, base: Path) -> None:
 
 
 def read_file(file: Path) -> bytes:
-    """The content of a file; one that cannot be read is refused by its name."""
+    """Return the content of a file."""
     try:
         with file.open("rb") as handle:
             return handle.read(LONGEST)
     except OSError as error:
-        raise UserError(f"{file} cannot be read ({error.strerror or error}); make it readable or replace it") from error
+        raise unreadable(file, error) from error
 
 
 def read_archive(path: Path, names: list[str], md5: str) -> Iterator[tuple[Path, bytes]]:
-    """The archive's members of those names, as archive/name, and their content; other members, and links of these
-    names, are passed over. An archive that is damaged, or has not the md5 where one is given, is refused."""
+    """Yield the archive's regular members of those names, as archive/name, with their content. Raise a UserError if the
+    archive is damaged, or if an md5 is given and differs."""
     try:
         with path.open("rb") as file:
             if md5:
@@ -334,9 +319,9 @@ def read_archive(path: Path, names: list[str], md5: str) -> Iterator[tuple[Path,
                 for member in archive:
                     if member.name in names and member.isreg() and (content := archive.extractfile(member)):
                         yield path / member.name, content.read(LONGEST)
-                while unpacked.read(1 << 20):  # to the end, where gzip compares its checksum
+                while unpacked.read(1 << 20):  # to the end, where gzip checks its checksum
                     pass
     except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(f"{path} is damaged or cut short ({error}); replace it by the original file") from error
+        raise damaged(path, error) from error
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror or error}); make it readable or replace it") from error
+        raise unreadable(path, error) from error

@@ -1,9 +1,9 @@
-"""FEMNIST: handwritten characters with their writers, a natural federation of one client a writer.
+"""FEMNIST: handwritten characters with their writers, a natural federation with one client per writer.
 
-LEAF's own (62 classes, dark ink on a background of 1.0) is read where its json files lie in `femnist/train` and
-`femnist/test` under a root, or in `femnist/data/...` as in LEAF's repository. It is large to make, so there is a
-stand-in that can be downloaded: MNIST's digits, with the writers that QMNIST (Yadav and Bottou, 2019) traced back to
-the same collection of NIST. It has 539 writers to train and 297 others in the test set.
+LEAF's FEMNIST (62 classes, dark ink on a background of 1.0) is read if its json files are in `femnist/train` and
+`femnist/test` under a data root, or in `femnist/data/...` as in LEAF's repository. Creating it takes long, so there is
+a substitute for download: MNIST's digits, with the writers that QMNIST (Yadav and Bottou, 2019) traced back to the same
+collection of NIST. It has 539 train writers and 297 other test writers.
 
 QMNIST's label files: 12 bytes of header, then rows of big-endian int32: class, series of forms, writer, and more. Row i
 of the train file is MNIST's train image i; the first 10,000 rows of the test file are MNIST's test images.
@@ -11,7 +11,6 @@ of the train file is MNIST's train image i; the first 10,000 rows of the test fi
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ import torch
 from fedmpi.data import leaf
 from fedmpi.data.arrays import Arrays
 from fedmpi.data.fetch import fetch_file
+from fedmpi.data.files import read_published
 from fedmpi.data.sets import vision
 from fedmpi.data.store import Source, Tensors, load
 from fedmpi.errors import UserError
@@ -32,7 +32,7 @@ Rows = npt.NDArray[np.int32]
 
 SIDE = 28
 CLASSES = 62  # digits, capitals, small letters
-LABELS = {  # and the SHA-256 of what is in them, unpacked
+LABELS = {  # file -> SHA-256 of its decompressed content
     "qmnist-train-labels-idx2-int": "bb1b6e1ec7b04fd5696f1ed50b5f58f8ef195118edd5c93c81783df9740b8ac5",
     "qmnist-test-labels-idx2-int": "92d0ccb8c25f9c6534270fb4be7e1d24a1c6d315edfc8a638bfbd31c70f362dd",
 }
@@ -40,7 +40,7 @@ LABELS_SIZE = 1_920_012
 
 
 def femnist(root: Path | None = None) -> Arrays:
-    """LEAF's FEMNIST (its digits alone have 10 classes), else MNIST by QMNIST's writers; the note says which."""
+    """Load LEAF's FEMNIST (10 classes if it has digits only), else MNIST by QMNIST's writers; the note says which."""
     stored = load(femnist_source(root), root)
     tensors = stored.tensors
     highest = max(int(tensors[part].max()) for part in ("y", "test_y"))
@@ -52,7 +52,7 @@ def femnist(root: Path | None = None) -> Arrays:
 
 
 def femnist_source(root: Path | None = None) -> Source:
-    """Where FEMNIST comes from."""
+    """Return the source of FEMNIST."""
     return Source(
         "femnist",
         version=1,
@@ -67,7 +67,7 @@ def femnist_source(root: Path | None = None) -> Source:
 
 
 def find(base: Path) -> list[Path]:
-    """LEAF's files, else MNIST's four and QMNIST's two."""
+    """Return LEAF's files, else MNIST's four and QMNIST's two."""
     if files := leaf.find(base, "femnist"):
         return files
     digits = vision.find_files([base / "MNIST" / "raw"])
@@ -76,30 +76,30 @@ def find(base: Path) -> list[Path]:
 
 
 def label_file(base: Path, name: str) -> Path | None:
-    """A label file of QMNIST, unpacked before packed, where it is there."""
+    """Return a label file of QMNIST, preferably uncompressed; None if it is missing."""
     plain = base / "QMNIST" / "raw" / name
     return next((file for file in (plain, plain.with_name(f"{name}.gz")) if file.is_file()), None)
 
 
 def read(files: list[Path]) -> Tensors:
-    """The tensors of either source's files."""
+    """Return the tensors of either source."""
     return leaf.read(files, convert) if ".json" in files[0].name else read_digits(files[:4], files[4:])
 
 
-def convert(x: list[Any], y: list[Any]) -> leaf.Piece:
-    """A writer's images as bytes, and their classes."""
+def convert(x: list[Any], y: list[Any]) -> leaf.Samples:
+    """Return a writer's images as bytes, and their classes."""
     for image in x:
         if not isinstance(image, list) or len(image) != SIDE * SIDE:
             given = f"list of {len(image)}" if isinstance(image, list) else type(image).__name__
-            raise ValueError(f"a {given} for a sample, and not a list of {SIDE * SIDE} numbers")
+            raise ValueError(f"a {given} for a sample, not a list of {SIDE * SIDE} numbers")
     try:
         pixels, labels = np.asarray(x), np.asarray(y)
     except ValueError as error:  # lists in lists
         raise ValueError("samples or labels that are not plain numbers") from error
     if pixels.ndim != 2 or pixels.dtype.kind not in "fiu":
         raise ValueError("samples that are not all numbers")
-    if not ((pixels >= 0) & (pixels <= 1)).all():  # nan, too, is not in between
-        raise ValueError(f"numbers from {pixels.min():g} to {pixels.max():g}, and not from 0 to 1")
+    if not ((pixels >= 0) & (pixels <= 1)).all():  # false for nan, too
+        raise ValueError(f"numbers from {pixels.min():g} to {pixels.max():g}, not from 0 to 1")
     if labels.ndim != 1 or labels.dtype.kind not in "iu" or not 0 <= labels.min() <= labels.max() < CLASSES:
         raise ValueError(f"labels that are not whole numbers from 0 to {CLASSES - 1}")
     images = np.rint(pixels * 255).astype(np.uint8)
@@ -107,14 +107,14 @@ def convert(x: list[Any], y: list[Any]) -> leaf.Piece:
 
 
 def read_digits(digit_files: list[Path], label_files: list[Path]) -> Tensors:
-    """MNIST's tensors, each train sample with its writer."""
+    """Return MNIST's tensors, with the writer of each train sample."""
     tensors = vision.read_files(digit_files, vision.PUBLISHED["MNIST"])
     writers = []
     for path, sha256, part in zip(label_files, LABELS.values(), ("y", "test_y"), strict=True):
         labels = tensors[part].numpy()
         rows = read_rows(path, sha256)[: len(labels)]
         if not np.array_equal(rows[:, 0], labels):
-            raise UserError(f"{path} does not belong to the digits of MNIST: its classes are others; replace both")
+            raise UserError(f"{path} does not belong to the digits of MNIST: its classes differ; replace both")
         writers.append(rows[:, 2])
     train, test = writers
     if both := np.intersect1d(train, test).tolist():
@@ -124,10 +124,8 @@ def read_digits(digit_files: list[Path], label_files: list[Path]) -> Tensors:
 
 
 def read_rows(path: Path, sha256: str) -> Rows:
-    """The rows of a label file of QMNIST, which must be the published one where it has that one's size."""
-    data = vision.unpacked(path)
-    if len(data) == LABELS_SIZE and hashlib.sha256(data).hexdigest() != sha256:
-        raise UserError(f"{path} is damaged: its SHA-256 is not that of the published file; replace it by the original")
+    """Return the rows of a label file of QMNIST."""
+    data = read_published(path, LABELS_SIZE, sha256)
     kind, rows, columns = struct.unpack(">3I", data[:12]) if len(data) >= 12 else (0, 0, 0)
     if kind != 0x0C02 or columns < 3 or len(data) - 12 != 4 * rows * columns:  # 0C: int32, 02: two axes
         raise UserError(f"{path} is not a label file of QMNIST, or is cut short; replace it by the original file")
@@ -135,7 +133,7 @@ def read_rows(path: Path, sha256: str) -> Rows:
 
 
 def fetch(base: Path) -> None:
-    """Download what is missing of the stand-in to where torchvision would put it."""
+    """Download the missing files of the substitute to torchvision's folders."""
     if not vision.find_files([base / "MNIST" / "raw"]):
         vision.fetch(vision.MNIST, base)
     resources = import_torchvision().datasets.QMNIST.resources

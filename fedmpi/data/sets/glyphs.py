@@ -1,14 +1,14 @@
-"""Glyphs: ten classes of drawn digits in many writers' hands, generated here, so that nothing needs a download.
+"""Glyphs: ten classes of generated digits by many writers, so that nothing needs a download.
 
-A digit is a few strokes through control points. A writer bends those points a little for good and has habits (slant,
-width, thickness, ink and so on, `HABITS`, and a favourite form of each digit, `FORMS`); every sample bends and varies
-a little more. Strokes become smooth curves (Catmull-Rom), curves become short segments, and a pixel is inked by its
-distance to the nearest segment. Test samples come from writers that no train sample comes from.
+A digit is a few strokes through control points. A writer has fixed offsets of those points and habits (slant, width,
+thickness, ink and so on, `HABITS`, and a favourite form of each digit, `FORMS`); every sample varies a little more.
+Strokes become smooth curves (Catmull-Rom), curves become short segments, and a pixel is inked by its distance to the
+nearest segment. Test writers have no train samples.
 
-The same arguments give the same bytes on any machine. Random numbers are taken as raw bits of PCG64, the part of
-numpy's random module whose stream is promised to stay; and the arithmetic on them is elementwise float32 addition,
-multiplication, division and square root, one numpy call each, which IEEE 754 defines to the last bit. No sine, no
-exponential, no matrix product and no sum over an axis, since those differ between libraries and processors.
+The same arguments give the same bytes on any machine. Random numbers are raw bits of PCG64, the part of numpy's random
+module with a guaranteed stream, and the arithmetic on them is elementwise float32 addition, multiplication, division
+and square root, one numpy call each, which IEEE 754 defines to the last bit. There is no sine, exponential, matrix
+product or sum over an axis, because those differ between libraries and processors.
 
 Axes: the batch is last, [height, width, batch], so that every inner loop is long and contiguous.
 """
@@ -34,7 +34,7 @@ Ints = npt.NDArray[np.int64]
 
 VERSION = 1  # part of the prepared file's name: raise it with any change to the bytes
 SIDE = 28
-BATCH = 128  # buffers of 400 kB stay in the second-level cache; it fixes the order of the noise: see VERSION
+BATCH = 128  # buffers of 400 kB fit the second-level cache; it determines the order of the noise: see VERSION
 SPANS = 3  # segments between two control points of a curve
 MEAN, STD = (0.1435,), (0.2691,)  # measured on the default data set
 
@@ -47,7 +47,7 @@ class Form(NamedTuple):
 
 
 def _form(*strokes: str) -> Form:
-    """A form from strokes "x,y x,y ..." in hundredths; a point named twice is one point, so strokes stay joined."""
+    """Return a form from strokes "x,y x,y ..." in hundredths; equal points are one point, so strokes stay joined."""
     number: dict[tuple[float, float], int] = {}
     paths = []
     for stroke in strokes:
@@ -111,7 +111,7 @@ FORMS: tuple[tuple[Form, ...], ...] = (
 
 
 class Habit(NamedTuple):
-    """How a property is spread: its centre, the standard deviation between writers, and within one writer."""
+    """The distribution of a property: its mean, and the standard deviation between writers and within a writer."""
 
     centre: float
     writers: float
@@ -136,33 +136,33 @@ HAND = 0.038  # how far a writer's own points lie from the pattern's, share of t
 
 
 class Bits:
-    """Random numbers from the raw stream of PCG64 for (seed, purpose), equal on every machine and numpy version."""
+    """Random numbers from the raw stream of PCG64 for (seed, purpose): the same on every machine and numpy version."""
 
     def __init__(self, seed: int, purpose: int) -> None:
         self._pcg = raw_bits(seed, purpose)
 
     def raw(self, n: int) -> npt.NDArray[np.uint64]:
-        """n numbers of 64 random bits."""
+        """Return n numbers of 64 random bits."""
         return np.asarray(self._pcg.random_raw(n), dtype="<u8")
 
     def below(self, n: int, bound: int) -> Ints:
-        """n whole numbers below bound, by the top 32 bits (the bias of 2^-32 is no matter here)."""
+        """Return n integers below bound, from the top 32 bits (a bias of 2^-32 does not matter here)."""
         top: Ints = (self.raw(n) >> np.uint64(32)).astype(np.int64)
         return (top * bound) >> 32
 
     def shuffled(self, values: Ints) -> Ints:
-        """The values in random order."""
+        """Return the values in random order."""
         return values[np.argsort(self.raw(len(values)), kind="stable")]
 
     def bell(self, *shape: int) -> Floats:
-        """Numbers of mean 0 and deviation 1, bell-shaped within +-3.5: four uniforms of 16 bits, added as integers."""
+        """Return numbers of mean 0 and deviation 1, bell-shaped within +-3.5: integer sums of four 16-bit uniforms."""
         n = int(np.prod(shape))
         parts = self.raw(n).view(np.uint16).reshape(n, 4).astype(np.int32)
         total = parts[:, 0] + parts[:, 1] + parts[:, 2] + parts[:, 3]
         return np.reshape((total - 131070).astype(np.float32) * np.float32(1.7320508 / 65536), shape)
 
     def grain(self, *shape: int) -> Floats:
-        """Numbers of mean 0 and deviation 1, one random byte minus another: cheap, for the noise of pixels."""
+        """Return numbers of mean 0 and deviation 1, a random byte minus another: cheap, for pixel noise."""
         n = int(np.prod(shape))
         byte = self.raw((n + 3) // 4).view(np.uint8).astype(np.int16)
         return np.reshape((byte[:n] - byte[n : 2 * n]).astype(np.float32) * np.float32(1 / 104.5), shape)
@@ -171,13 +171,13 @@ class Bits:
 def glyphs(
     root: Path | None = None, train: int = 60_000, test: int = 10_000, writers: int = 500, seed: int = 0
 ) -> Arrays:
-    """The generated digits, drawn once and kept under the data root like any prepared data set."""
+    """Load the generated digits, which are drawn once and stored like any prepared data set."""
     for name, value, least in (("train", train, 1), ("test", test, 1), ("writers", writers, 1), ("seed", seed, 0)):
         if value < least:
             raise UserError(f"glyphs got {name} = {value}; it needs at least {least}")
     if writers > train:
         raise UserError(
-            f"glyphs got {writers} writers for {train} train samples; every writer needs one, so ask for fewer writers"
+            f"glyphs got {writers} writers for {train} train samples; every writer needs one, so use fewer writers"
         )
     stored = load(source(root, train, test, writers, seed), root)
     return stored.arrays("glyphs", 10, mean=MEAN, std=STD)
@@ -186,13 +186,13 @@ def glyphs(
 def source(
     root: Path | None = None, train: int = 60_000, test: int = 10_000, writers: int = 500, seed: int = 0
 ) -> Source:
-    """Where the digits come from: they are drawn."""
+    """Return the source of the digits, which draws them."""
     name = f"glyphs-{train}-{test}-{writers}-{seed}"
     return Source(name, VERSION, read=lambda _: _draw(train, test, writers, seed), generated=True)
 
 
 def _draw(train: int, test: int, writers: int, seed: int) -> dict[str, Tensor]:
-    """The tensors of the data set: train by `writers`, test by a fifth as many others."""
+    """Return the tensors of the data set: train by `writers`, test by a fifth as many others."""
     x, y, owner = draw(train, writers, Bits(seed, 1))
     test_x, test_y, _ = draw(test, min(test, max(1, writers // 5)), Bits(seed, 2))
     arrays = {"x": x, "y": y, "test_x": test_x, "test_y": test_y, "owner": owner}
@@ -200,11 +200,11 @@ def _draw(train: int, test: int, writers: int, seed: int) -> dict[str, Tensor]:
 
 
 def draw(n: int, writers: int, bits: Bits) -> tuple[npt.NDArray[np.uint8], Ints, Ints]:
-    """n images [n, 1, 28, 28], their labels (equally many of each digit) and their writers (each with a sample)."""
+    """Return n images [n, 1, 28, 28], their labels (equally many per digit) and their writers (each with a sample)."""
     y = bits.shuffled(np.arange(n) % 10)
     owner = _owners(n, writers, bits)
     favourite = bits.below(writers * 10, 3).reshape(writers, 10)[owner, y]
-    stray = bits.below(n, 12)  # now and then a writer uses another form
+    stray = bits.below(n, 12)  # sometimes a writer uses another form
     form = np.where(stray < 3, stray, favourite)
     habit = _habits(owner, writers, bits)
     x = np.empty((n, SIDE, SIDE), dtype=np.uint8)
@@ -212,7 +212,7 @@ def draw(n: int, writers: int, bits: Bits) -> tuple[npt.NDArray[np.uint8], Ints,
         for f, shape in enumerate(forms):
             points = np.asarray(shape.points, dtype=np.float32)[:, :, None]  # [point, xy, batch]
             hand = points + np.float32(HAND) * bits.bell(*points.shape[:2], writers)
-            for rows in _chunks(np.flatnonzero((y == digit) & (form == f))):
+            for rows in _batches(np.flatnonzero((y == digit) & (form == f))):
                 own = {name: values[rows] for name, values in habit.items()}
                 p = hand[:, :, owner[rows]] + own["wobble"] * bits.bell(*points.shape[:2], len(rows))
                 x[rows] = _ink(_segments(shape, _place(p, own)), own, bits).transpose(2, 0, 1)
@@ -220,14 +220,14 @@ def draw(n: int, writers: int, bits: Bits) -> tuple[npt.NDArray[np.uint8], Ints,
 
 
 def _owners(n: int, writers: int, bits: Bits) -> Ints:
-    """The writer of each sample: one for each, then at random, some writers up to three times as busy as others."""
+    """Return the writer of each sample: one each, the rest at random, some writers three times as often as others."""
     busy = np.cumsum(1000 + bits.below(writers, 2001))
     more = np.searchsorted(busy, bits.below(n - writers, int(busy[-1])), side="right")
     return bits.shuffled(np.concatenate([np.arange(writers), more]))
 
 
 def _habits(owner: Ints, writers: int, bits: Bits) -> dict[str, Floats]:
-    """Each habit's value for each sample."""
+    """Return each habit's value per sample."""
     values = {}
     for name, (centre, between, within) in HABITS.items():
         writer = np.float32(centre) + np.float32(between) * bits.bell(writers)
@@ -236,13 +236,13 @@ def _habits(owner: Ints, writers: int, bits: Bits) -> dict[str, Floats]:
     return values
 
 
-def _chunks(rows: Ints) -> Iterator[Ints]:
-    """The rows in pieces of at most BATCH."""
+def _batches(rows: Ints) -> Iterator[Ints]:
+    """Yield the rows in batches of at most BATCH."""
     return (rows[i : i + BATCH] for i in range(0, len(rows), BATCH))
 
 
 def _place(p: Floats, own: dict[str, Floats]) -> Floats:
-    """Control points [point, xy, batch] from the unit square to pixels, by the habits."""
+    """Map control points [point, xy, batch] from the unit square to pixels, by the habits."""
     half = np.float32(0.5)
     u, v = p[:, 0] - half, p[:, 1] - half
     x = (u - own["slant"] * v) * own["width"]
@@ -252,7 +252,7 @@ def _place(p: Floats, own: dict[str, Floats]) -> Floats:
 
 
 def _segments(shape: Form, p: Floats) -> list[tuple[Floats, Floats]]:
-    """The ends of all segments of the strokes, each [xy, batch]; strokes of more than two points are smooth curves."""
+    """Return the ends of all segments, each [xy, batch]; strokes of more than two points are smooth curves."""
     pairs = []
     for stroke in shape.strokes:
         k = len(stroke)
@@ -269,7 +269,7 @@ def _segments(shape: Form, p: Floats) -> list[tuple[Floats, Floats]]:
 
 
 def _curve(a: Floats, b: Floats, c: Floats, d: Floats, t: float) -> Floats:
-    """The point at t between b and c of the Catmull-Rom curve through a, b, c, d."""
+    """Return the point at t between b and c of the Catmull-Rom curve through a, b, c, d."""
     tt, ttt = t * t, t * t * t
     wa, wb = -0.5 * t + tt - 0.5 * ttt, 1 - 2.5 * tt + 1.5 * ttt
     wc, wd = 0.5 * t + 2 * tt - 1.5 * ttt, 0.5 * ttt - 0.5 * tt
@@ -278,7 +278,7 @@ def _curve(a: Floats, b: Floats, c: Floats, d: Floats, t: float) -> Floats:
 
 
 def _ink(segments: list[tuple[Floats, Floats]], own: dict[str, Floats], bits: Bits) -> npt.NDArray[np.uint8]:
-    """The images [height, width, batch]: a soft-edged stroke along the segments, the writer's ink, and grain."""
+    """Return the images [height, width, batch]: soft-edged strokes along the segments, the writer's ink, and grain."""
     batch = segments[0][0].shape[1]
     nearest = np.full((SIDE, SIDE, batch), 1e6, dtype=np.float32)  # squared distance
     along, across = np.empty_like(nearest), np.empty_like(nearest)
@@ -288,7 +288,7 @@ def _ink(segments: list[tuple[Floats, Floats]], own: dict[str, Floats], bits: Bi
         dx, dy = bx - ax, by - ay
         length = np.sqrt(dx * dx + dy * dy) + np.float32(1e-3)
         dx, dy = dx / length, dy / length
-        gx, gy = grid - half * (ax + bx), grid - half * (ay + by)  # the pixels seen from the segment's middle
+        gx, gy = grid - half * (ax + bx), grid - half * (ay + by)  # pixels relative to the segment's middle
         np.add((gx * dx)[None], (gy * dy)[:, None], out=along)
         np.subtract((gx * dy)[None], (gy * dx)[:, None], out=across)
         np.abs(along, out=along)

@@ -1,22 +1,22 @@
-"""MNIST in colours and turned: feature skew in training, and a test set that looks like no client's data.
+"""Coloured and rotated MNIST: feature skew in training, and a test set that styles like no client's data.
 
-The pixels are MNIST's, and the digit is what should be learned. In training a colour or an angle goes along with the
-class or belongs to the client; in the test it does not help, or misleads (out of distribution).
+The pixels are MNIST's, and the digit is the target. In training a colour or an angle correlates with the class or
+belongs to the client; in the test set it is uninformative, or misleading (out of distribution).
 
 cmnist2              two classes, digits below 5 and the others, red and green on black (Tenison et al., ICLR workshop
-                     2021, section 4, after Arjovsky et al. 2019). A client has the colours the wrong way round with a
-                     probability of its own, 0.1 to 0.2; the test with 0.9. Labels have no noise, as the paper has none.
-                     Label skew goes by digit, as in the paper: two digits a client.
-fedcmnist            ten classes, each with two foregrounds and two backgrounds of its own; a sample has one of the four
-                     pairs. In the test both are drawn from ten colours that no train sample has (same section, after
-                     Arpit et al. 2019; a later appendix says four colours each, this is the first paper's two).
-fedrotmnist          class 0 turned by 10 degrees, class 1 by -10, class 2 by 20, and so on to -50; the test upright
-                     (Tenison's thesis 2022, section 4.2).
-fedrotmnist-clients  each client has one whole angle from -90 to 90, but not 45; the test is turned by 45 (the older
-                     protocol: NeurIPS workshop 2021, appendix A.4.2, after Francis et al. 2021).
+                     2021, section 4, after Arjovsky et al. 2019). Colours are swapped with a probability per client,
+                     0.1 to 0.2; in the test set with 0.9. Labels have no noise, as in the paper. Label skew goes by
+                     digit, as in the paper: two digits per client.
+fedcmnist            ten classes, each with its own two foregrounds and two backgrounds; a sample has one of the four
+                     pairs. In the test set both are drawn from ten colours that no train sample has (same section,
+                     after Arpit et al. 2019; a later appendix says four colours each, this is the first paper's two).
+fedrotmnist          class 0 rotated by 10 degrees, class 1 by -10, class 2 by 20, and so on to -50; the test set
+                     upright (Tenison's thesis 2022, section 4.2).
+fedrotmnist-clients  each client has one integer angle from -90 to 90, but not 45; the test set is rotated by 45 (the
+                     older protocol: NeurIPS workshop 2021, appendix A.4.2, after Francis et al. 2021).
 
-Positive angles are counter-clockwise; no paper says so. Nor does one name its colours: these were chosen far apart (in
-OKLab), with a contrast of at least 3:1 in luminance between the foregrounds and the backgrounds of a class.
+Positive angles are counter-clockwise, which no paper specifies. Nor does one name its colours: these were chosen far
+apart (in OKLab), with a luminance contrast of at least 3:1 between foregrounds and backgrounds of a class.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from fedmpi.data.arrays import Arrays
 from fedmpi.data.sets import vision
 from fedmpi.data.styles import Ints, Styles, tint, turn
 
-# Red, green and blue, a hexadecimal digit each, as in style sheets: f63 is 255, 102, 51.
+# Red, green and blue as one hexadecimal digit each, as in CSS: f63 is 255, 102, 51.
 RED, GREEN, BLACK = "f00", "0f0", "000"
-TRAIN_COLOURS = (  # of each class: two foregrounds, two backgrounds
+TRAIN_COLOURS = (  # per class: two foregrounds, two backgrounds
     (("306", "336"), ("f63", "090")),
     (("c6c", "c9f"), ("039", "00c")),
     (("0c9", "cc0"), ("060", "630")),
@@ -56,7 +56,7 @@ CLIENT_ANGLES = tuple(angle for angle in range(-90, 91) if angle != 45)
 
 
 def cmnist2(root: Path | None = None) -> Arrays:
-    """Digits below 5 (class 0, mostly red) and the others (class 1, mostly green)."""
+    """Load digits below 5 (class 0, mostly red) and the others (class 1, mostly green)."""
     digits = vision.mnist(root)
     styles = Styles(3, colour_table([(RED, BLACK), (GREEN, BLACK)]), tint, flip, reverse)
     y, test_y = ((labels >= 5).long() for labels in (digits.y, digits.test_y))
@@ -64,7 +64,7 @@ def cmnist2(root: Path | None = None) -> Arrays:
 
 
 def fedcmnist(root: Path | None = None) -> Arrays:
-    """Digits in the colours of their class, in the test in other colours."""
+    """Load digits in the colours of their class, in the test set in other colours."""
     train = [pair for colours in TRAIN_COLOURS for pair in itertools.product(*colours)]
     test = list(itertools.permutations(TEST_COLOURS, 2))
     pairs = len(train) // len(TRAIN_COLOURS)
@@ -79,7 +79,7 @@ def fedcmnist(root: Path | None = None) -> Arrays:
 
 
 def fedrotmnist(root: Path | None = None) -> Arrays:
-    """Digits turned by the angle of their class, in the test upright."""
+    """Load digits rotated by the angle of their class, in the test set upright."""
     styles = Styles(
         1,
         angle_table([*CLASS_ANGLES, 0]),
@@ -91,7 +91,7 @@ def fedrotmnist(root: Path | None = None) -> Arrays:
 
 
 def fedrotmnist_clients(root: Path | None = None) -> Arrays:
-    """Digits turned by the angle of their client, in the test by 45 degrees."""
+    """Load digits rotated by the angle of their client, in the test set by 45 degrees."""
     styles = Styles(
         1,
         angle_table([*CLIENT_ANGLES, 45]),
@@ -103,36 +103,36 @@ def fedrotmnist_clients(root: Path | None = None) -> Arrays:
 
 
 def coloured(digits: Arrays, name: str, styles: Styles) -> Arrays:
-    """The digits under another name, in colours."""
+    """Return the digits in colours, under another name."""
     return replace(digits, name=name, styles=styles, mean=(0.5,) * 3, std=(0.5,) * 3)
 
 
 def colour(name: str) -> tuple[int, ...]:
-    """Red, green and blue of a colour, 0 to 255."""
+    """Return red, green and blue of a colour, 0 to 255."""
     return tuple(17 * int(digit, 16) for digit in name)
 
 
 def colour_table(pairs: Iterable[tuple[str, str]]) -> Tensor:
-    """Foreground and background of each style, [styles, 2, 3]."""
+    """Return foreground and background per style, [styles, 2, 3]."""
     return torch.tensor([[colour(name) for name in pair] for pair in pairs], dtype=torch.float32)
 
 
 def angle_table(degrees: Iterable[int]) -> Tensor:
-    """Cosine and sine of the angle of each style, [styles, 2]."""
+    """Return cosine and sine of the angle per style, [styles, 2]."""
     return torch.tensor([(math.cos(angle), math.sin(angle)) for angle in map(math.radians, degrees)])
 
 
 def flip(labels: Ints, client: Ints, clients: int, runs: np.random.Generator, always: np.random.Generator) -> Ints:
-    """The style of the class, or of the other one with the probability of the client."""
-    chance = runs.uniform(*FLIPPED, clients + 1)  # the last is for samples that are held out
+    """Return the style of the class, or of the other class with the client's probability."""
+    chance = runs.uniform(*FLIPPED, clients + 1)  # the last one is for held-out samples
     return labels ^ (runs.random(len(labels)) < chance[client])
 
 
 def reverse(labels: Ints, rng: np.random.Generator) -> Ints:
-    """The style of the other class, mostly."""
+    """Return the style of the other class with probability 0.9."""
     return labels ^ (rng.random(len(labels)) < REVERSED)
 
 
 def deal_angles(client: Ints, runs: np.random.Generator) -> Ints:
-    """A style for each client, all different as long as there are enough; beyond that, around and around."""
+    """Return a style per client, all different while there are enough angles, then round robin."""
     return runs.permutation(len(CLIENT_ANGLES))[client % len(CLIENT_ANGLES)]

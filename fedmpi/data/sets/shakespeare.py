@@ -1,16 +1,16 @@
-"""Shakespeare: the next character of a role's lines after 80 others, a natural federation of one client a role.
+"""Shakespeare: the next character after 80 characters of a role's lines, a natural federation with one client per role.
 
-LEAF's own is read where its json files lie in `shakespeare/train` and `shakespeare/test` under a root, or in
-`shakespeare/data/...` as in LEAF's repository. Else plays as plain text, `shakespeare/*.txt` (.gz, .xz):
+LEAF's version is read if its json files are in `shakespeare/train` and `shakespeare/test` under a data root, or in
+`shakespeare/data/...` as in LEAF's repository. Otherwise plays as plain text, `shakespeare/*.txt` (.gz, .xz):
 
     HAMLET:
     To be, or not to be: that is the question:
     Whether 'tis nobler in the mind to suffer
 
-A speech lasts until a blank line or the next speaker. Verses may end in a colon, too, so a line with a colon is a
-speaker's if it is in capitals, or if it follows a blank line here or elsewhere in the file. Lines that are nobody's
-(titles, stage directions after a blank line) are left out. A role is a speaker of a file; its lines in order are one
-text, and every 81 characters in a row of that text are a sample.
+A speech ends at a blank line or the next speaker. Verses may end in a colon too, so a line with a colon names a speaker
+if it is in capitals, or if it follows a blank line here or elsewhere in the file. Lines without a speaker (titles,
+stage directions after a blank line) are left out. A role is a speaker of a file; its lines in order are one text, and
+every 81 consecutive characters of that text are a sample.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from fedmpi.data import leaf
 from fedmpi.data.arrays import Arrays
+from fedmpi.data.files import unpacked
 from fedmpi.data.objective import NEXT
 from fedmpi.data.store import Source, Tensors, load
 from fedmpi.errors import UserError
 
 log = logging.getLogger("fedmpi")
 
-LENGTH = 80  # characters that a model sees
+LENGTH = 80  # input characters of a sample
 ALPHABET = "\n !\"&'(),-." + digits + ":;>?" + ascii_uppercase + "[]" + ascii_lowercase + "}"  # LEAF's, in its order
 SPACE = ALPHABET.index(" ")
-BEYOND = 128  # stands for all codes from here on, none of which is in the alphabet
+BEYOND = 128  # stands for all codes from 128, none of which is in the alphabet
 FOREIGN = 255
 
 LETTERS = np.frombuffer(ALPHABET.encode("ascii"), dtype=np.uint8)
@@ -47,13 +48,13 @@ SPEAKER = re.compile(r"\s*(?!ACT\b|SCENE\b)([^\s:][^:]*):\s*")
 
 
 def shakespeare(root: Path | None = None) -> Arrays:
-    """The plays as windows of 80 characters and the one that follows, by role."""
+    """Load the plays as windows of 80 characters and the following one, by role."""
     stored = load(shakespeare_source(root), root)
     return stored.arrays("shakespeare", len(ALPHABET), tokens=len(ALPHABET), objective=NEXT)
 
 
 def shakespeare_source(root: Path | None = None) -> Source:
-    """Where Shakespeare comes from."""
+    """Return the source of Shakespeare."""
     return Source(
         "shakespeare",
         version=1,
@@ -66,45 +67,45 @@ def shakespeare_source(root: Path | None = None) -> Source:
 
 
 def encode(text: str) -> leaf.Bytes:
-    """The number of each character in the alphabet; that of a space for one that is not in it."""
+    """Return the index of each character in the alphabet; that of a space for foreign characters."""
     numbers = lookup(text)
     return np.where(numbers == FOREIGN, np.uint8(SPACE), numbers)
 
 
 def decode(tokens: npt.ArrayLike) -> str:
-    """The text that numbers in the alphabet stand for."""
+    """Return the text of indices into the alphabet."""
     return LETTERS[np.asarray(tokens, dtype=np.int64)].tobytes().decode("ascii")
 
 
 def lookup(text: str) -> leaf.Bytes:
-    """The number of each character in the alphabet, FOREIGN for one that is not in it."""
-    codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")  # json may have half a pair
+    """Return the index of each character in the alphabet, FOREIGN for one that is not in it."""
+    codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")  # json may have lone surrogates
     return np.asarray(TABLE[np.minimum(codes, BEYOND)])
 
 
 def foreign(text: str) -> int:
-    """How many characters are not in the alphabet."""
+    """Return the number of characters that are not in the alphabet."""
     return int((lookup(text) == FOREIGN).sum())
 
 
 def read(files: list[Path]) -> Tensors:
-    """The tensors of either source's files."""
+    """Return the tensors of either source."""
     tensors, strange = read_leaf(files) if ".json" in files[0].name else read_plays(files)
     if strange:
-        log.info("shakespeare: characters outside LEAF's alphabet, taken for spaces: %d", strange)
+        log.info("shakespeare: replaced %d characters outside LEAF's alphabet by spaces", strange)
     return tensors
 
 
 def read_leaf(files: list[Path]) -> tuple[Tensors, int]:
-    """The tensors of LEAF's files, and how many characters of the samples are foreign."""
+    """Return the tensors of LEAF's files, and the number of foreign characters."""
     strange = 0
 
-    def convert(x: list[Any], y: list[Any]) -> leaf.Piece:
+    def convert(x: list[Any], y: list[Any]) -> leaf.Samples:
         nonlocal strange
         for strings, length in ((x, LENGTH), (y, 1)):
             for given in strings:
                 if not isinstance(given, str) or len(given) != length:
-                    raise ValueError(f"{given!r:.100} where a string of {length} characters belongs")
+                    raise ValueError(f"{given!r:.100}, not a string of {length} characters")
         before, after = "".join(x), "".join(y)
         strange += foreign(before) + foreign(after)
         return encode(before).reshape(-1, LENGTH), encode(after).astype(np.int64)
@@ -113,7 +114,7 @@ def read_leaf(files: list[Path]) -> tuple[Tensors, int]:
 
 
 def read_plays(files: list[Path]) -> tuple[Tensors, int]:
-    """The tensors of plays as text, and how many characters of their roles are foreign."""
+    """Return the tensors of plays as text, and the number of foreign characters."""
     clients: leaf.Clients = {}
     strange = 0
     for path in files:
@@ -124,29 +125,29 @@ def read_plays(files: list[Path]) -> tuple[Tensors, int]:
     return leaf.by_client(clients, files[0].parent), strange
 
 
-def windows(text: str) -> leaf.Piece:
-    """Every 80 characters in a row, and the one after each; as views, which take no memory until they are copied."""
+def windows(text: str) -> leaf.Samples:
+    """Return all windows of 80 characters, and the character after each; as views, which take no memory."""
     tokens = encode(text)
     return sliding_window_view(tokens[:-1], LENGTH), tokens[LENGTH:].astype(np.int64)
 
 
 def roles_of(path: Path) -> dict[str, str]:
-    """The text of each role of a file."""
+    """Return the text of each role in a file."""
     try:
-        text = leaf.content_of(path).decode("utf-8-sig")
+        text = unpacked(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not text in UTF-8 ({error.reason}, byte {error.start}); convert it") from error
     roles = parse(text)
     if not roles:
         raise UserError(
-            f"{path} has no line with a speaker; write 'SPEAKER:' on a line of its own before each speech, or take the "
-            "file away"
+            f"{path} has no line with a speaker; write 'SPEAKER:' on a line of its own before each speech, or remove "
+            "the file"
         )
     return roles
 
 
 def parse(text: str) -> dict[str, str]:
-    """The text of each speaker of a play: the lines of all speeches in order."""
+    """Return the text of each speaker of a play: the lines of all speeches in order."""
     lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
     names = [name_in(line) for line in lines]
     speakers = {name for name, before in zip(names, ["", *lines[:-1]], strict=True) if not before.strip()}
@@ -164,6 +165,6 @@ def parse(text: str) -> dict[str, str]:
 
 
 def name_in(line: str) -> str:
-    """The name on a line that could be a speaker's, with single spaces; nothing where it could not."""
+    """Return the name on a line that may be a speaker's, with single spaces; '' if it cannot be one."""
     found = SPEAKER.fullmatch(line)
     return " ".join(found[1].split()) if found else ""

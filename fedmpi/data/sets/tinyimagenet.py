@@ -1,9 +1,9 @@
-"""Tiny-ImageNet: 200 classes of colour pictures of 64 x 64, from the folder or the archive that Stanford gives out.
+"""Tiny-ImageNet: 200 classes of colour pictures of 64 x 64, from Stanford's folder or archive.
 
-  tiny-imagenet-200/wnids.txt                        the classes, a line each; their order numbers them
-  tiny-imagenet-200/train/<wnid>/images/*.JPEG       500 a class
-  tiny-imagenet-200/val/images/*.JPEG                50 a class: our test set, as the labels of its own are not public
-  tiny-imagenet-200/val/val_annotations.txt          picture, class and a box, a line each
+  tiny-imagenet-200/wnids.txt                        the classes, one per line; their order numbers them
+  tiny-imagenet-200/train/<wnid>/images/*.JPEG       500 per class
+  tiny-imagenet-200/val/images/*.JPEG                50 per class: the test set here, as the real one has no labels
+  tiny-imagenet-200/val/val_annotations.txt          picture, class and a bounding box, one per line
 
 A wnid is WordNet's name of a class. The archive is read in place and never unpacked to disk. Either may be a subset, as
 long as each class of wnids.txt has a train picture; for fewer classes, shorten that list.
@@ -24,6 +24,7 @@ import numpy.typing as npt
 import torch
 
 from fedmpi.data.arrays import Arrays
+from fedmpi.data.files import damaged, unreadable
 from fedmpi.data.store import Source, Tensors, load
 from fedmpi.errors import UserError
 
@@ -33,7 +34,7 @@ FOLDER = "tiny-imagenet-200"
 PUBLISHED = (100_000, 10_000)
 SIDE = 64
 WNIDS, ANNOTATIONS = "wnids.txt", "val/val_annotations.txt"
-TRAIN = re.compile(r"train/([^/]+)/images/[^/.][^/]*\.JPEG")  # a leading dot: what some systems put beside a file
+TRAIN = re.compile(r"train/([^/]+)/images/[^/.][^/]*\.JPEG")  # no leading dot: some systems add hidden files
 VAL = re.compile(r"val/images/([^/.][^/]*\.JPEG)")
 
 
@@ -41,11 +42,11 @@ class Box(NamedTuple):
     """A folder or an archive in Tiny-ImageNet's layout."""
 
     path: Path
-    """that errors speak of"""
+    """for error messages"""
     names: set[str]
-    """of its pictures and perhaps other files, from the top folder on"""
+    """of its pictures and possibly other files, relative to the top folder"""
     get: Callable[[str], bytes]
-    """the content of a file by its name"""
+    """reads a file by name"""
 
 
 Labelled = list[tuple[int, str]]
@@ -53,14 +54,14 @@ Labelled = list[tuple[int, str]]
 
 
 def tinyimagenet(root: Path | None = None) -> Arrays:
-    """Tiny-ImageNet's 100,000 pictures, and its 10,000 for validation as the test set."""
+    """Load Tiny-ImageNet's 100,000 train pictures, and its 10,000 validation pictures as the test set."""
     stored = load(tinyimagenet_source(root), root)
     classes = int(stored.tensors["y"].max()) + 1  # each class has a train picture: see `train_pictures`
     return stored.arrays("tinyimagenet", classes, augment="crop:8+flip")
 
 
 def tinyimagenet_source(root: Path | None = None) -> Source:
-    """Where Tiny-ImageNet comes from."""
+    """Return the source of Tiny-ImageNet."""
     return Source(
         "tinyimagenet",
         version=1,
@@ -73,9 +74,8 @@ def tinyimagenet_source(root: Path | None = None) -> Source:
 
 
 def find_files(base: Path) -> list[Path]:
-    """The two lists of the folder and the folders of pictures, else the archive, by its own name before longer ones;
-    none where there is neither. The pictures are left to the reader: to list 100,000 files takes seconds, and the time
-    of a folder tells whether one has come or gone."""
+    """Return the two lists and the picture folders, else the archive (its exact name before longer ones); [] if there
+    is neither. Pictures are not listed: 100,000 files take seconds, and a folder's time changes with its files."""
     folder = base / FOLDER
     lists = [folder / WNIDS, folder / ANNOTATIONS]
     if all(file.is_file() for file in lists):
@@ -85,7 +85,7 @@ def find_files(base: Path) -> list[Path]:
 
 
 def read_files(files: list[Path]) -> Tensors:
-    """The tensors of the folder that has the two lists, or of the archive."""
+    """Return the tensors of the folder that has the two lists, or of the archive."""
     if files[0].name == WNIDS:
         return read_box(open_folder(files[0].parent))
     try:
@@ -93,13 +93,13 @@ def read_files(files: list[Path]) -> Tensors:
     except OSError as error:
         raise unreadable(files[0], error) from error
     except Exception as error:  # a broken directory may raise nearly anything
-        raise UserError(f"{files[0]} is damaged or cut short ({error}); replace it by the original file") from error
+        raise damaged(files[0], error) from error
     with archive:
         return read_box(open_archive(files[0], archive))
 
 
 def open_folder(folder: Path) -> Box:
-    """The layout in a folder."""
+    """Open a folder."""
 
     def get(name: str) -> bytes:
         try:
@@ -112,27 +112,22 @@ def open_folder(folder: Path) -> Box:
 
 
 def open_archive(path: Path, archive: zipfile.ZipFile) -> Box:
-    """The layout in an archive."""
+    """Open an archive."""
 
     def get(name: str) -> bytes:
         try:
             return archive.read(f"{FOLDER}/{name}")
         except KeyError as error:
             raise UserError(f"{path} has no {FOLDER}/{name}; replace it by the original file") from error
-        except Exception as error:  # damaged, encrypted, packed in an unknown way: each has its own
+        except Exception as error:  # damaged, encrypted, unknown compression: each raises another exception
             raise UserError(f"{path} is damaged at {FOLDER}/{name} ({error}); replace it by the original") from error
 
     names = {name.removeprefix(f"{FOLDER}/") for name in archive.namelist() if name.startswith(f"{FOLDER}/")}
     return Box(path / FOLDER, names, get)
 
 
-def unreadable(path: Path, error: OSError) -> UserError:
-    """The error for a file that the system does not give."""
-    return UserError(f"{path} cannot be read ({error.strerror or error}); make it readable or replace it")
-
-
 def read_box(box: Box) -> Tensors:
-    """The tensors of all pictures: those to train by class and name, those to test by name."""
+    """Return the tensors of all pictures: train pictures ordered by class and name, test pictures by name."""
     number = read_wnids(box)
     train, test = train_pictures(box, number), val_pictures(box, number)
     log.info("tinyimagenet: decoding %s pictures of %s", f"{len(train) + len(test):,}", box.path)
@@ -140,7 +135,7 @@ def read_box(box: Box) -> Tensors:
 
 
 def read_lines(box: Box, name: str) -> list[str]:
-    """The lines of one of the lists that are not empty."""
+    """Return the non-empty lines of one of the lists."""
     try:
         return [line for line in box.get(name).decode().splitlines() if line.strip()]
     except UnicodeDecodeError as error:
@@ -148,7 +143,7 @@ def read_lines(box: Box, name: str) -> list[str]:
 
 
 def read_wnids(box: Box) -> dict[str, int]:
-    """The number of each class."""
+    """Return the number of each class."""
     wnids = [line.strip() for line in read_lines(box, WNIDS)]
     if not wnids or len(set(wnids)) < len(wnids):
         raise UserError(
@@ -159,7 +154,7 @@ def read_wnids(box: Box) -> dict[str, int]:
 
 
 def train_pictures(box: Box, number: dict[str, int]) -> Labelled:
-    """The pictures to train with, by class and by the numbers in their names; each class has one."""
+    """Return the train pictures, ordered by class and the numbers in their names; each class must have one."""
     pictures = []
     for name in box.names:
         if found := TRAIN.fullmatch(name):
@@ -174,7 +169,7 @@ def train_pictures(box: Box, number: dict[str, int]) -> Labelled:
 
 
 def val_pictures(box: Box, number: dict[str, int]) -> Labelled:
-    """The pictures to test with, by the numbers in their names."""
+    """Return the test pictures, ordered by the numbers in their names."""
     wnids: dict[str, str] = {}
     for line in read_lines(box, ANNOTATIONS):
         name, _, rest = line.partition("\t")
@@ -191,19 +186,19 @@ def val_pictures(box: Box, number: dict[str, int]) -> Labelled:
 
 
 def class_of(box: Box, place: str, wnid: str, number: dict[str, int]) -> int:
-    """The number of a class, which must be listed."""
+    """Return the number of a class, which must be listed."""
     if wnid not in number:
         raise UserError(f"{box.path / place}: class '{wnid}' is not in {WNIDS}; add it there, or remove the picture")
     return number[wnid]
 
 
 def natural(name: str) -> tuple[str, str]:
-    """A key that sorts 2 before 10."""
+    """Return a key that sorts 2 before 10."""
     return re.sub("[0-9]+", lambda digits: digits[0].zfill(20), name), name
 
 
 def decoded(prefix: str, box: Box, pictures: Labelled) -> Tensors:
-    """The pictures and their classes."""
+    """Return the decoded pictures and their classes."""
     x = np.empty((len(pictures), 3, SIDE, SIDE), np.uint8)
     for i, (_, name) in enumerate(pictures):
         x[i] = decode(box.path / name, box.get(name)).transpose(2, 0, 1)
@@ -211,8 +206,8 @@ def decoded(prefix: str, box: Box, pictures: Labelled) -> Tensors:
 
 
 def decode(path: Path, content: bytes) -> npt.NDArray[np.uint8]:
-    """The colours of a JPEG, [64, 64, 3], a grey one's as well; one that is not sound is refused by its name."""
-    from PIL import Image  # for those who read JPEGs only
+    """Return the pixels of a JPEG, [64, 64, 3]; grey ones are converted to colour."""
+    from PIL import Image  # imported here: no other data set needs it
 
     try:
         with Image.open(io.BytesIO(content), formats=["JPEG"]) as image:

@@ -1,8 +1,8 @@
 """MNIST and Fashion-MNIST, read from the original idx files.
 
-The four files of either set lie in torchvision's layout under a root folder, `MNIST/raw/` or `FashionMNIST/raw/`,
-packed (.gz) or unpacked. Fashion-MNIST is also found where Debian's package puts it. A file of the published size must
-have the published content.
+The four files of either set are in torchvision's layout under a data root, `MNIST/raw/` or `FashionMNIST/raw/`, with or
+without .gz. Fashion-MNIST is also found in the folder of Debian's package. A file of the published size must have the
+published content.
 
 The idx format (LeCun): two zero bytes, a type (8 = unsigned byte), the number of axes, each axis as a big-endian
 uint32, the bytes.
@@ -10,10 +10,7 @@ uint32, the bytes.
 
 from __future__ import annotations
 
-import gzip
-import hashlib
 import struct
-import zlib
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,13 +22,14 @@ from torch import Tensor
 
 from fedmpi.data.arrays import Arrays
 from fedmpi.data.fetch import fetch_file
+from fedmpi.data.files import read_published
 from fedmpi.data.store import Source, Tensors, load
 from fedmpi.errors import UserError
 from fedmpi.plugins.torchvision import import_torchvision
 
 FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 
-# SHA-256 of what is in the files, unpacked: packed ones may differ in their headers
+# SHA-256 of the decompressed files: compressed ones may differ in their headers
 PUBLISHED = {
     "MNIST": (
         "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
@@ -50,7 +48,7 @@ SIZES = (47_040_016, 60_008, 7_840_016, 10_008)
 
 
 class Family(NamedTuple):
-    """A set in MNIST's format: torchvision's class and folder name, a folder of the system, its normalisation."""
+    """A data set in MNIST's format: torchvision's class and folder name, a system folder, and its normalisation."""
 
     name: str
     folder: str
@@ -71,34 +69,14 @@ FMNIST = Family(
 )
 
 
-def mnist(root: Path | None = None) -> Arrays:
-    """MNIST's 60,000 and 10,000 digits."""
-    return read(MNIST, root)
-
-
-def fmnist(root: Path | None = None) -> Arrays:
-    """Fashion-MNIST's 60,000 and 10,000 pictures of clothes."""
-    return read(FMNIST, root)
-
-
-def mnist_source(root: Path | None = None) -> Source:
-    """Where MNIST comes from."""
-    return source_of(MNIST, root)
-
-
-def fmnist_source(root: Path | None = None) -> Source:
-    """Where Fashion-MNIST comes from."""
-    return source_of(FMNIST, root)
-
-
-def read(family: Family, root: Path | None) -> Arrays:
-    """A set of the family, from a root or from its usual places."""
+def read(family: Family, root: Path | None = None) -> Arrays:
+    """Load a data set of the family, from a root or the default places."""
     stored = load(source_of(family, root), root)
     return stored.arrays(family.name, 10, mean=(family.mean,), std=(family.std,))
 
 
-def source_of(family: Family, root: Path | None) -> Source:
-    """Where the set comes from. Who names a root means that folder and no other."""
+def source_of(family: Family, root: Path | None = None) -> Source:
+    """Return the source of a data set. With an explicit root, only that folder is searched."""
     folders = [] if root is not None or family.system is None else [family.system]
     return Source(
         family.name,
@@ -112,8 +90,12 @@ def source_of(family: Family, root: Path | None) -> Source:
     )
 
 
+mnist, mnist_source = partial(read, MNIST), partial(source_of, MNIST)
+fmnist, fmnist_source = partial(read, FMNIST), partial(source_of, FMNIST)
+
+
 def find_files(folders: list[Path]) -> list[Path]:
-    """The four files, unpacked before packed, of the first folder that has all; none where no folder has."""
+    """Return the four files of the first folder that has all, uncompressed ones first; [] if no folder has."""
     for folder in folders:
         found = [next((f for f in (folder / name, folder / f"{name}.gz") if f.is_file()), None) for name in FILES]
         complete = [f for f in found if f is not None]
@@ -123,8 +105,11 @@ def find_files(folders: list[Path]) -> list[Path]:
 
 
 def read_files(files: list[Path], published: tuple[str, ...]) -> Tensors:
-    """The tensors of the four files."""
-    raw = [read_published(*each) for each in zip(files, SIZES, published, strict=True)]
+    """Return the tensors of the four files."""
+    raw = [
+        parse_idx(path, read_published(path, size, sha256))
+        for path, size, sha256 in zip(files, SIZES, published, strict=True)
+    ]
     tensors: dict[str, Tensor] = {}
     for part, i in (("", 0), ("test_", 2)):
         x, y = raw[i], raw[i + 1]
@@ -135,7 +120,7 @@ def read_files(files: list[Path], published: tuple[str, ...]) -> Tensors:
 
 
 def check_pair(image_file: Path, x: npt.NDArray[np.uint8], label_file: Path, y: npt.NDArray[np.uint8]) -> None:
-    """Refuse, by file name, images that are not [n, 28, 28] or labels that are not n digits."""
+    """Check that the images are [n, 28, 28] and the labels n digits."""
     if x.shape[1:] != (28, 28):
         raise UserError(f"{image_file} holds {list(x.shape)}, not images [n, 28, 28]; replace it by the original file")
     if y.ndim != 1 or len(y) != len(x) or len(y) == 0 or int(y.max()) > 9:
@@ -145,26 +130,8 @@ def check_pair(image_file: Path, x: npt.NDArray[np.uint8], label_file: Path, y: 
         )
 
 
-def read_published(path: Path, size: int, sha256: str) -> npt.NDArray[np.uint8]:
-    """The array in an idx file, which must be the published one where it has that one's size."""
-    data = unpacked(path)
-    if len(data) == size and hashlib.sha256(data).hexdigest() != sha256:
-        raise UserError(f"{path} is damaged: its SHA-256 is not that of the published file; replace it by the original")
-    return parse_idx(path, data)
-
-
-def unpacked(path: Path) -> bytearray:
-    """The bytes of a file, packed by gzip or not; one that cannot be read is refused by its name."""
-    try:
-        return bytearray(gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes())
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(f"{path} is damaged or cut short ({error}); replace it by the original file") from error
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror or error}); make it readable or replace it") from error
-
-
 def parse_idx(path: Path, data: bytearray) -> npt.NDArray[np.uint8]:
-    """The array of bytes in the content of an idx file; one that is not sound is refused by its name."""
+    """Return the array of bytes in an idx file."""
     head = bytes(data[:4])
     axes = head[3] if len(head) == 4 else 0
     start = 4 + 4 * axes
@@ -174,13 +141,13 @@ def parse_idx(path: Path, data: bytearray) -> npt.NDArray[np.uint8]:
     size = int(np.prod(shape, dtype=np.int64))
     if len(data) - start != size:
         raise UserError(
-            f"{path} announces {size} bytes of data and holds {len(data) - start}; replace it by the original file"
+            f"{path} declares {size} bytes of data and holds {len(data) - start}; replace it by the original file"
         )
     return np.frombuffer(data, dtype=np.uint8, offset=start).reshape(shape)
 
 
 def fetch(family: Family, base: Path) -> None:
-    """Download the four files, packed, to where torchvision would put them."""
+    """Download the four files, compressed, to torchvision's folder."""
     kind: Any = getattr(import_torchvision().datasets, family.folder)
     for name, md5 in kind.resources:
         fetch_file([f"{mirror}{name}" for mirror in kind.mirrors], base / family.folder / "raw" / name, md5)

@@ -1,12 +1,12 @@
-"""The gradient of a small network without autograd, whose bookkeeping is a fifth to a third of a step of such layers.
+"""The gradient of a small network without autograd, whose overhead is a fifth to a third of a step of such layers.
 
-A `Layered` model says that it consists of its `network` and nothing else: convolutions, each with 2x2 max pooling and
-ReLU behind it (convpool.py), then linear layers with ReLU and dropout between them. Under the cross entropy its
-gradient is written out here: what autograd would compute, but for rounding, put where it belongs. (benchmarks/step.py:
+A `Layered` model declares that it consists of its `network` and nothing else: convolutions, each followed by 2x2 max
+pooling and ReLU (convpool.py), then linear layers with ReLU and dropout between them. Its gradient under the cross
+entropy is written out here: the same as autograd's up to rounding, and written to its destination. (benchmarks/step.py:
 a fifth less time for a step of LeNet, a third less for logistic regression.)
 
-A batch of vectors is a matrix of columns here, [element, sample]. So the last convolution's output is the first linear
-layer's input as it lies in memory, and so is the gradient on the way back.
+A batch of vectors is a matrix of columns, [element, sample]. So the output of the last convolution is the input of the
+first linear layer without a copy, and so is the gradient in the backward pass.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .convpool import past_zero
 
 @dataclass(frozen=True)
 class Network:
-    """The layers of a model in their order; dropout follows every linear layer but the last."""
+    """The layers of a model in order; dropout follows every linear layer but the last."""
 
     convs: tuple[nn.Conv2d, ...]
     linears: tuple[nn.Linear, ...]
@@ -32,7 +32,7 @@ class Network:
 
     @property
     def layers(self) -> tuple[nn.Conv2d | nn.Linear, ...]:
-        """All of them."""
+        """Return all layers in order."""
         return *self.convs, *self.linears
 
 
@@ -41,15 +41,15 @@ class Layered(nn.Module):
 
     @property
     def network(self) -> Network:
-        """What it consists of."""
-        raise NotImplementedError(f"{type(self).__name__} does not say what it consists of")
+        """Return the layers."""
+        raise NotImplementedError(f"{type(self).__name__} does not declare its network")
 
 
 def by_hand(model: nn.Module, params: Sequence[Tensor], grads: Sequence[Tensor]) -> ByHand | None:
-    """The gradient of a model with respect to `params`, which it writes to `grads`; None where autograd has to do it:
-    the model is not layered, or does more than that in its forward pass, or not all of it is trained on a CPU."""
+    """Return a function that writes the gradient of a model with respect to `params` to `grads`; None if autograd is
+    needed: the model is not layered, its forward pass does more, or not all of it is trained on a CPU."""
     definer = next(kind for kind in type(model).__mro__ if {"forward", "network"} & vars(kind).keys())
-    if not isinstance(model, Layered) or "network" not in vars(definer):  # a subclass has a forward pass of its own
+    if not isinstance(model, Layered) or "network" not in vars(definer):  # a subclass overrides the forward pass
         return None
     network = model.network
     plain = all(type(layer) in (nn.Conv2d, nn.Linear) for layer in network.layers)
@@ -62,7 +62,7 @@ def by_hand(model: nn.Module, params: Sequence[Tensor], grads: Sequence[Tensor])
 
 
 class ByHand:
-    """(x, labels) -> the mean loss of a batch, whose gradient is then where it belongs."""
+    """A function (x, labels) -> mean loss of a batch, which also writes the gradient."""
 
     def __init__(self, network: Network, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         count, params = 2 * len(network.convs), [p.detach() for p in params]
@@ -74,7 +74,7 @@ class ByHand:
         self.dropout = network.dropout
 
     def __call__(self, x: Tensor, labels: Tensor) -> Tensor:
-        """Write the gradient; returns the loss. What dropout draws is what the model's own would draw."""
+        """Write the gradient; return the loss. Dropout draws the same numbers as in the model's forward pass."""
         layers, _ = convpool.forward(x, self.paddings, self.conv_params)
         column = layers[-1].pooled.view(-1, len(x)) if layers else x.flatten(1).t()
         columns, noise = [column], list[Tensor]()

@@ -1,27 +1,27 @@
-"""Convolutions, each with 2x2 max pooling and ReLU behind it, as one function, made for small images on a CPU.
+"""Convolutions, each followed by 2x2 max pooling and ReLU, as one function, for small images on a CPU.
 
-The four outputs that a pool looks at belong to four positions of the kernel in one window that is larger by one. So a
-convolution with O kernels of k x k and the pooling behind it are products of windows of (k+1) x (k+1), taken at every
-second pixel, with the kernels at their left and at their right position, a column of zeros beside them. The upper and
-the lower position are the same kernels on the first and on the last k lines of the windows:
+The four outputs of a pool belong to four positions of the kernel in one window that is larger by one. So a convolution
+with O kernels of k x k and its pooling are matrix products of windows of (k+1) x (k+1), taken at every second pixel,
+with the kernels at their left and right positions, padded with a column of zeros. The upper and the lower position are
+the same kernels on the first and on the last k lines of the windows:
 
     S  [k+1, k+1, C, L]    the windows of C channels, L = pooled outputs of all images
     W  [2, O, k, k+1, C]   the kernels, left and right
     Y  [2, 2, O, L]        Y[0] = W S[:k], Y[1] = W S[1:];  pooled[o, l] = max over the four of Y[:, :, o, l], + bias[o]
 
-Backwards there are such products too. That is a fifth more multiplications, and for the gradient of W, where one large
-product beats two, nearly half as many again; but products of matrices run several times as fast as convolutions of few
-channels, and no index is needed to remember which of the four it was.
+The backward pass consists of such products too. They need a fifth more multiplications, and nearly half as many again
+for the gradient of W, where one large product beats two. But matrix products run several times as fast as convolutions
+of few channels, and no index of the maximum has to be stored.
 
-In memory the images of a batch lie side by side, element by element, and lines and columns with even numbers apart from
-those with odd ones: [channel, even or odd, line, even or odd, column, image]. So what a window takes at one of its
-places is a run as long as a line of outputs of all images, and what comes out lies as the next layer takes it. For
-LeNet with batches of 32 on one thread, this takes well under half of the time of torch's own operations
-(benchmarks/step.py). At that size a call of torch costs as much as its arithmetic: so memory and views are made once
-for a shape and used again, and layers behind each other are one function.
+In memory the images of a batch are interleaved, element by element, with even lines and columns separate from odd ones:
+[channel, even or odd, line, even or odd, column, image]. So the elements at one position of all windows of a line are
+contiguous, over all images, and the output has the layout of the next layer's input. For LeNet with batches of 32 on
+one thread, this takes well under half of the time of torch's operations (benchmarks/step.py). At that size the overhead
+of a torch call is as large as its arithmetic: so memory and views are made once per shape and reused, and consecutive
+layers are one function.
 
-At a tie the gradient goes to the first of the four, as with torch's max_pool2d. Second derivatives, other devices,
-autocast, compilation and vmap take the plain operations.
+In a tie the gradient goes to the first of the four, as in torch's max_pool2d. Second derivatives, other devices,
+autocast, compilation and vmap use torch's operations.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from torch import Tensor, nn
 
 past_zero = torch.ops.aten.threshold_backward.grad_input
 """(grad, x, 0, grad_input=out): grad where x > 0, else 0"""
-SPARE = 8  # rooms that are kept
-AT_ONCE = 64  # images, where no gradient is wanted: more would not stay in the cache
+SPARE = 8  # workspaces that are kept for reuse
+AT_ONCE = 64  # images at once without a gradient: more do not fit the cache
 
 
 def conv_pool_relu(x: Tensor, *convs: nn.Conv2d) -> Tensor:
-    """relu(max_pool2d(conv(x), 2)) for one convolution after another, each with a bias and square kernels of an odd
-    side."""
+    """Compute relu(max_pool2d(conv(x), 2)) for consecutive convolutions, each with a bias and square kernels of odd
+    size."""
     paddings = tuple(int(conv.padding[0]) for conv in convs)
     params = [p for conv in convs for p in (conv.weight, conv.bias) if p is not None]
     assert len(params) == 2 * len(convs), "the products add a bias"
@@ -60,14 +60,14 @@ def conv_pool_relu(x: Tensor, *convs: nn.Conv2d) -> Tensor:
 
 
 def plain(x: Tensor, paddings: Sequence[int], params: Sequence[Tensor]) -> Tensor:
-    """The same by torch's own operations. ReLU follows the pooling: the same function on a quarter of the elements."""
+    """Compute the same with torch's operations. ReLU after pooling is the same on a quarter of the elements."""
     for padding, weight, bias in zip(paddings, params[::2], params[1::2], strict=True):
         x = F.relu(F.max_pool2d(F.conv2d(x, weight, bias, padding=padding), 2))
     return x
 
 
 def takes(x: Tensor, weight: Tensor) -> bool:
-    """Whether the products are for this case."""
+    """Return whether the matrix products support this case."""
     return (
         x.device.type == "cpu"
         and x.dtype == weight.dtype
@@ -79,7 +79,7 @@ def takes(x: Tensor, weight: Tensor) -> bool:
 
 
 class Layer(NamedTuple):
-    """What a layer has computed: where, at which turn of that room, and what came out [O, L]."""
+    """The result of a layer: its workspace, that workspace's turn, and the output [O, L]."""
 
     room: Room
     turn: int
@@ -87,7 +87,7 @@ class Layer(NamedTuple):
 
 
 def forward(x: Tensor, paddings: Sequence[int], params: Sequence[Tensor]) -> tuple[list[Layer], Tensor]:
-    """The layers, each in a room that nobody else has, and the output of the last."""
+    """Run the layers, each in its own workspace; return them and the last output."""
     layers: list[Layer] = []
     for padding, weight, bias in zip(paddings, params[::2], params[1::2], strict=True):
         room = Room.free(x.shape, weight.shape, padding, x.dtype)
@@ -98,13 +98,13 @@ def forward(x: Tensor, paddings: Sequence[int], params: Sequence[Tensor]) -> tup
 
 
 def leave(layers: Sequence[Layer]) -> None:
-    """Let others have the rooms."""
+    """Release the workspaces."""
     for layer in layers:
         layer.room.leave()
 
 
 class ConvPoolRelu(torch.autograd.Function):
-    """See the head of this file. The parameters are weight and bias of each layer in turn."""
+    """The autograd function; its parameters are weight and bias of each layer in turn."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, paddings: tuple[int, ...], *params: Tensor) -> Tensor:
@@ -117,8 +117,8 @@ class ConvPoolRelu(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), (x, *params), layers = grads, ctx.saved_tensors, ctx.layers
         needs_x, _, *needed = ctx.needs_input_grad
-        ours = all(layer.room.turn == layer.turn for layer in layers)  # not so where this graph was gone through before
-        if torch.is_grad_enabled():  # what is returned will be differentiated
+        ours = all(layer.room.turn == layer.turn for layer in layers)  # false in a second backward pass of this graph
+        if torch.is_grad_enabled():  # the gradients will be differentiated
             to_x, to_params = differentiable(x, ctx.paddings, params, [needs_x, *needed], grad)
         else:
             if not ours:
@@ -134,13 +134,13 @@ Found = tuple[Tensor | None, list[Tensor | None]]
 
 
 def backward(layers: Sequence[Layer], grad: Tensor, needs_x: bool, needed: Sequence[bool]) -> Found:
-    """The gradients, from the last layer to the first."""
+    """Return the gradients, computed from the last layer to the first."""
     to_x: Tensor | None = grad
     to_params: list[Tensor | None] = []
     for k in reversed(range(len(layers))):
         assert to_x is not None
         room, _, pooled = layers[k]
-        on = needs_x or any(needed[: 2 * k])  # whether anybody before it wants to know
+        on = needs_x or any(needed[: 2 * k])  # whether an earlier layer needs a gradient
         to_x, *found = room.backward(to_x, pooled, (on, *needed[2 * k : 2 * k + 2]))
         to_params = [*found, *to_params]
         if not on:
@@ -151,7 +151,7 @@ def backward(layers: Sequence[Layer], grad: Tensor, needs_x: bool, needed: Seque
 def differentiable(
     x: Tensor, paddings: Sequence[int], params: Sequence[Tensor], needed: Sequence[bool], grad: Tensor
 ) -> Found:
-    """The gradients by the plain operations, with a graph behind them."""
+    """Return differentiable gradients, computed with torch's operations."""
     asked = [t for t, wanted in zip((x, *params), needed, strict=True) if wanted]
     found = iter(torch.autograd.grad(plain(x, paddings, params), asked, grad, create_graph=True))
     to_x, *to_params = (next(found) if wanted else None for wanted in needed)
@@ -159,20 +159,20 @@ def differentiable(
 
 
 Key = tuple[torch.Size, torch.Size, int, torch.dtype]
-"""of images, of weights; padding; kind of numbers"""
+"""shapes of images and weights, padding, dtype"""
 
 
 class Room:
-    """Memory to work in for calls of one shape, and the views of it. Whoever takes one has it until it is left; what is
-    returned from it never lies in it."""
+    """A workspace for calls of one shape: memory and its views. It has one user at a time, until it is released;
+    returned tensors never share its memory."""
 
     spare: ClassVar[list[Room]] = []
-    """those that nobody has, the last one left at the end"""
+    """free workspaces, the most recently released at the end"""
     lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, images: torch.Size, weights: torch.Size, padding: int, dtype: torch.dtype) -> None:
         self.key: Key = images, weights, padding, dtype
-        self.turn = 0  # how often it was left: who remembers another number has it no more
+        self.turn = 0  # number of releases: a user that stored another number no longer owns it
         count, channels, height, width = images
         kernels, kernel = weights[0], weights[-1]
         side, half = kernel + 1, (kernel + 1) // 2
@@ -183,8 +183,8 @@ class Room:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=dtype)
 
-        # The frame: images with a border, in pairs of lines and of columns. Of an odd border one line is put to the
-        # images, and to an odd number of lines one more, so that no pair is half image and half border.
+        # The frame: images with a border, in pairs of lines and of columns. With an odd border one line is counted as
+        # part of the images, and one more for an odd number of lines, so that no pair is half image and half border.
         odd, self.edge = padding % 2, padding // 2
         self.beside = odd, odd + width % 2, odd, odd + height % 2  # as F.pad takes it
         pairs = [(length + 2 * odd + length % 2) // 2 + 2 * self.edge for length in (height, width)]
@@ -218,30 +218,30 @@ class Room:
 
     @classmethod
     def free(cls, images: torch.Size, weights: torch.Size, padding: int, dtype: torch.dtype) -> Room:
-        """One for these shapes that nobody has."""
+        """Return a free workspace for these shapes."""
         key, spare = (images, weights, padding, dtype), cls.spare
         with cls.lock:
             for i in range(len(spare) - 1, -1, -1):
                 if spare[i].key == key:
                     return spare.pop(i)
-        with torch.inference_mode(False):  # a tensor made in that mode could not be written to outside it
+        with torch.inference_mode(False):  # a tensor created in that mode cannot be written to outside it
             return cls(*key)
 
     def leave(self) -> None:
-        """Let others have it."""
+        """Release the workspace."""
         self.turn += 1
         with self.lock:
             self.spare.append(self)
             del self.spare[:-SPARE]
 
     def within(self, frame: Tensor) -> Tensor:
-        """The images in a frame: [channel, pair of lines, which, pair of columns, which, image]."""
+        """Return the images in a frame: [channel, pair of lines, which, pair of columns, which, image]."""
         edge, lines, columns = self.edge, frame.shape[2], frame.shape[4]
         return frame.permute(0, 2, 1, 4, 3, 5)[:, edge : lines - edge, :, edge : columns - edge]
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        """The pooled output [O, L]. What stays here for the way back: the windows, the kernels, and by how much the
-        right one wins, of the upper two and of the lower two, and the lower one of these."""
+        """Return the pooled output [O, L]. Kept for the backward pass: the windows, the kernels, and the differences
+        right - left (of the upper and the lower two) and lower - upper."""
         if any(self.beside):
             x = F.pad(x, self.beside)
         self.inner.copy_(x.permute(1, 2, 3, 0).view(self.inner.shape))
@@ -256,7 +256,7 @@ class Room:
         return pooled.add_(bias.unsqueeze(1)).relu_()
 
     def backward(self, grad: Tensor, pooled: Tensor, needed: tuple[bool, ...]) -> list[Tensor | None]:
-        """The gradients of images, weight and bias, where they are needed."""
+        """Return the gradients of images, weight and bias; None for those not needed."""
         past_zero(grad.permute(1, 2, 3, 0).reshape(pooled.shape), pooled, 0, grad_input=self.ahead)
         past_zero(self.ahead, self.lower, 0, grad_input=self.to_lower)
         torch.sub(self.ahead, self.to_lower, out=self.to_upper)
@@ -277,7 +277,7 @@ class Room:
         return [to_x, to_weight, to_bias]
 
     def put_windows(self) -> Tensor:
-        """The sum of the windows where they were taken from, as images."""
+        """Add the windows up at the positions they were taken from; return the sum as images."""
         self.summed.zero_()
         for place, part in self.parts:
             place.add_(part)

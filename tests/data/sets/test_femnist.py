@@ -181,11 +181,11 @@ def test_letters_make_it_62_classes(tmp_path: Path, train: int, test: int, class
 @pytest.mark.parametrize(
     ("sample", "label", "words"),
     [
-        (image(1)[1:], 0, "a list of 783 for a sample, and not a list of 784 numbers"),
+        (image(1)[1:], 0, "a list of 783 for a sample, not a list of 784 numbers"),
         ("text", 0, "a str for a sample"),
-        (image(1, p7=1.5), 0, "numbers from 1 to 1.5, and not from 0 to 1"),
-        (image(1, p7=-0.1), 0, "numbers from -0.1 to 1, and not"),
-        (image(1, p7=float("nan")), 0, "numbers from nan to nan, and not"),
+        (image(1, p7=1.5), 0, "numbers from 1 to 1.5, not from 0 to 1"),
+        (image(1, p7=-0.1), 0, "numbers from -0.1 to 1, not"),
+        (image(1, p7=float("nan")), 0, "numbers from nan to nan, not"),
         ([*image(1)[1:], "1"], 0, "samples that are not all numbers"),
         ([*image(1)[1:], None], 0, "samples that are not all numbers"),
         ([*image(1)[1:], [1]], 0, "samples or labels that are not plain numbers"),

@@ -43,7 +43,7 @@ def put(path: Path, content: Any) -> Path:
     return path
 
 
-def pairs(x: list[Any], y: list[Any]) -> leaf.Piece:
+def pairs(x: list[Any], y: list[Any]) -> leaf.Samples:
     """Samples of two bytes."""
     if any(len(sample) != 2 for sample in x):
         raise ValueError("a sample that is no pair")
@@ -125,7 +125,7 @@ def test_a_split_by_sample_becomes_one_by_user(
     with caplog.at_level(logging.INFO, "fedmpi"):
         t = read(tmp_path)
     (said,) = caplog.messages
-    assert f"{tmp_path / 'toy'} has no test clients of its own: {tests} of its {users} clients" in said
+    assert f"{tmp_path / 'toy'}: {tests} of {users} clients" in said
     trained, tested = t["y"].unique().tolist(), t["test_y"].unique().tolist()
     assert len(tested) == tests
     assert sorted(trained + tested) == list(range(users)), "each on one side"
@@ -258,7 +258,7 @@ def test_unsound_content_is_refused_by_name(tmp_path: Path, content: Any, words:
     path = put(tmp_path / "toy/test/broken.json", content)
     with pytest.raises(UserError, match=words) as caught:
         read(tmp_path)
-    assert str(caught.value).startswith(f"{path} is not a sound file of LEAF: ")
+    assert str(caught.value).startswith(f"{path} is not a valid LEAF file: ")
     assert "\n" not in str(caught.value)
 
 

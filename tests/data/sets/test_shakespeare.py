@@ -198,11 +198,11 @@ def test_a_role_belongs_to_its_file_packed_or_not(tmp_path: Path, caplog: pytest
     assert d.owner.bincount().tolist() == [13, 13]
     ends = [decode(d.y[9:13]), decode(d.y[22:26]), decode(d.test_y[9:13])]
     assert sorted(ends) == ["xa  ", "xb  ", "xc  "]
-    assert "shakespeare: characters outside LEAF's alphabet, taken for spaces: 6" in caplog.messages
-    assert any("1 of its 3 clients" in message for message in caplog.messages)
+    assert "shakespeare: replaced 6 characters outside LEAF's alphabet by spaces" in caplog.messages
+    assert any("1 of 3 clients" in message for message in caplog.messages)
     caplog.clear()
     assert torch.equal(shakespeare(tmp_path).x, d.x)
-    assert not caplog.records, "said once, when it was prepared"
+    assert not caplog.records, "logged once, when it was prepared"
 
 
 @pytest.mark.parametrize(
@@ -242,18 +242,18 @@ def test_leafs_foreign_characters_are_counted(tmp_path: Path, caplog: pytest.Log
     put(tmp_path / "shakespeare/test/a.json", document({"q": [("\ud83d" + "b" * 79, "c")]}))
     with caplog.at_level(logging.INFO, "fedmpi"):
         shakespeare(tmp_path)
-    assert caplog.messages == ["shakespeare: characters outside LEAF's alphabet, taken for spaces: 4"]
+    assert caplog.messages == ["shakespeare: replaced 4 characters outside LEAF's alphabet by spaces"]
 
 
 @pytest.mark.parametrize(
     ("sample", "label", "words"),
     [
-        ("a" * 79, "b", "'aaa.* where a string of 80 characters belongs"),
-        ("a" * 81, "b", "'aaa.* where a string of 80 characters belongs"),
-        (["a"] * 80, "b", ".* where a string of 80 characters belongs"),
-        ("a" * 80, "", "'' where a string of 1 characters belongs"),
-        ("a" * 80, "bc", "'bc' where a string of 1 characters belongs"),
-        ("a" * 80, 7, "7 where a string of 1 characters belongs"),
+        ("a" * 79, "b", "'aaa.*, not a string of 80 characters"),
+        ("a" * 81, "b", "'aaa.*, not a string of 80 characters"),
+        (["a"] * 80, "b", ".*, not a string of 80 characters"),
+        ("a" * 80, "", "'', not a string of 1 characters"),
+        ("a" * 80, "bc", "'bc', not a string of 1 characters"),
+        ("a" * 80, 7, "7, not a string of 1 characters"),
     ],
 )
 def test_unsound_samples_are_refused_by_file_and_user(tmp_path: Path, sample: Any, label: Any, words: str) -> None:
@@ -332,7 +332,7 @@ def test_all_plays_come_back_from_their_windows(shared: Path, tmp_path: Path, ca
     assert read == roles
     with caplog.at_level(logging.INFO, "fedmpi"):
         t = module.read(files)
-    assert "taken for spaces: 1" in caplog.messages[-1]
+    assert "replaced 1 characters" in caplog.messages[-1]
     long = {user.replace("__", ".txt/"): spaced(text) for user, text in roles.items() if len(text) > 80}
     tests = set(leaf.draw(sorted(long)))
     assert (len(long), len(tests)) == (1154, 115)
