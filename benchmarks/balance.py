@@ -1,10 +1,10 @@
-"""How long ranks wait for the last one, where clients have very different numbers of samples (--split quantity).
+"""Measure how long ranks wait for the slowest one if clients have very different numbers of samples (--split quantity).
 
     python benchmarks/balance.py
     python benchmarks/balance.py --ranks 2 --betas 0.5 --model logistic --cohort 50 --json
 
-Gloo ranks train the cohorts of the first rounds, each placed as fedmpi does it and then, beside it, in turn (round
-robin); the two alternate. Waiting is what ranks wait for the slowest of them, on average, as a share of its local
+Gloo ranks train the cohorts of the first rounds, placed by fedmpi and, for comparison, round
+robin; the two alternate. Waiting is what ranks wait for the slowest of them, on average, as a share of its local
 training. Medians over the rounds whose cohort allows an even spread (its largest client has at most a rank's part),
 with quartiles, and how many of them there were.
 
@@ -190,7 +190,7 @@ def main() -> int:
     parser.add_argument("--clients", type=positive, default=1000)
     parser.add_argument("--cohort", type=positive, default=20)
     parser.add_argument("--rounds", type=positive, default=16)
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     given = parser.parse_args()
     try:
         prepare(Config(data=given.data, model=given.model, clients=given.clients, cohort=given.cohort))

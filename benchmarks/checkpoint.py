@@ -1,12 +1,12 @@
-"""What saving costs a round: the time that training waits for a checkpoint, beside the time that writing it takes.
+"""Measure what a checkpoint costs: the time that training waits for it, and the time that writing it takes.
 
     python benchmarks/checkpoint.py --out /scratch/try              # 11.2 million parameters with two moments
     python benchmarks/checkpoint.py --parameters 1000000 --json
 
 A round here is arithmetic on one core. Rounds without checkpoints take turns with rounds of which each hands a
 checkpoint over, in one run: `ratio` is the median of the latter by the median of the former. `handed` is what the
-training itself does of it (a copy of the rank's slices and a few words with the other ranks), `written` is how long the
-thread is at it: files, SHA-256, sync and rename.
+training itself spends (a copy of the rank's slices and a small sum over the ranks), `written` is the time of the
+thread: files, SHA-256, sync and rename.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FINGERPRINT = Fingerprint({"threads": 1}, {})
 
 
 def work(x: torch.Tensor, seconds: float) -> float:
-    """Multiply matrices for about that long; returns the seconds it took."""
+    """Multiply matrices for about this long and return the seconds it took."""
     started = time.perf_counter()
     for _ in range(max(int(seconds / 0.02), 1)):
         x = x @ x * 1e-3
@@ -37,7 +37,7 @@ def work(x: torch.Tensor, seconds: float) -> float:
 
 
 def measure(out: Path, parameters: int, rounds: int, seconds: float) -> dict[str, float]:
-    """The medians over that many rounds of each kind, in seconds."""
+    """Return the medians over this many rounds of each kind, in seconds."""
     model = torch.randn(parameters)
     state = State(0, model, torch.zeros(0, dtype=torch.int64), {"m": model.clone(), "v": model.clone()})
     x = torch.randn(700, 700)
@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9, help="rounds of each kind")
     parser.add_argument("--seconds", type=float, default=2.0, help="about what a round takes")
     parser.add_argument("--out", type=Path, help="folder on the disk to try; default: a temporary one")
-    parser.add_argument("--json", action="store_true", help="one object a line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=asked.out) as out:
@@ -85,9 +85,9 @@ def main() -> None:
     if asked.json:
         print(json.dumps(row))
         return
-    print(f"{asked.parameters:,} parameters with two moments: {row['bytes'] / 1e6:.0f} MB a checkpoint")
+    print(f"{asked.parameters:,} parameters with two moments: {row['bytes'] / 1e6:.0f} MB per checkpoint")
     print(f"a round {found['round']:.2f} s, with a checkpoint {found['saving']:.2f} s: ratio {found['ratio']:.2f}")
-    print(f"of it handed over in {found['handed'] * 1e3:.0f} ms; written in {found['written'] * 1e3:.0f} ms meanwhile")
+    print(f"handed over in {found['handed'] * 1e3:.0f} ms; written in {found['written'] * 1e3:.0f} ms meanwhile")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""How dear is the masked collective? Its time as a ratio to the transport's own plain float32 all-reduce of the same
-vector.
+"""Measure the masked collective as a ratio to the transport's own plain float32 all-reduce of the same vector.
 
     python benchmarks/collective.py                       # gloo and MPI, 2 and 4 ranks, 11.2 million parameters
     python benchmarks/collective.py --ranks 2 --transport gloo --json
 
 Measured is what a round does between local training and the next model, by the code that does it: from every rank's
-sums to the new whole model on every rank (exchange of sums and votes, mask, statistics, server step, gather).
+sums to the new model on every rank (exchange of sums and votes, mask, statistics, server step, gather).
 The all-reduce leaves its result on every rank too. Both are run in turn; each turn gives a ratio of the slowest
 ranks' times, and the median over the turns is printed.
 
@@ -72,7 +71,7 @@ def slowest(comm: Comm, work: Callable[[], object]) -> float:
 
 
 def masked(comm: Comm, params: int, how: str, clients: int, mask: str, wire: str = "float32") -> Callable[[], object]:
-    """One masked aggregation over tallies that are already filled."""
+    """Return one masked aggregation over sums that are already filled."""
     layout = Layout((), params, params, ())
     length = layout.padded(comm.size)
     algorithm = Algorithm(sgd(0.01), make_mask(mask, 0.4), make_server("sgd", ServerKnobs()))
@@ -165,8 +164,8 @@ def main() -> None:
     parser.add_argument("--transport", nargs="+", choices=("gloo", "mpi"), default=["gloo", "mpi"])
     parser.add_argument("--ranks", nargs="+", type=positive, default=[2, 4])
     parser.add_argument("--parameters", type=positive, default=11_200_000)
-    parser.add_argument("--turns", type=positive, default=31, help="measurements a case; the median is printed")
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--turns", type=positive, default=31, help="measurements per case; the median is printed")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     parser.add_argument("--send", action="store_true", help="send between the ranks, although they are on one node")
     parser.add_argument("--mask", choices=MASKS, default="gma", help="sand sends the squares of the deltas too")
     parser.add_argument("--rank", nargs=4, help=argparse.SUPPRESS)

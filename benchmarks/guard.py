@@ -1,4 +1,4 @@
-"""Has something become slow by mistake? A quick look at counts and ratios; ends with 1 where one is beyond its limit.
+"""Check counts and ratios for a loss of speed; exit with 1 if one is beyond its limit.
 
     python benchmarks/guard.py
 
@@ -129,13 +129,13 @@ LIMITS = {"sum": 2, "stream": 1, "gather": 1, "broadcast": 0, "barrier": 0}
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     options = parser.parse_args()
     rows = look()
     for row in rows:
         verdict = "ok" if row.sound else "TOO MUCH"
-        told = {"what": row.what, "value": round(row.value, 3), "limit": row.limit, "sound": row.sound}
-        print(json.dumps(told) if options.json else f"{row.what:50} {row.value:8.2f}  at most {row.limit:g}  {verdict}")
+        data = {"what": row.what, "value": round(row.value, 3), "limit": row.limit, "sound": row.sound}
+        print(json.dumps(data) if options.json else f"{row.what:50} {row.value:8.2f}  at most {row.limit:g}  {verdict}")
     return 0 if all(row.sound for row in rows) else 1
 
 

@@ -1,4 +1,4 @@
-"""What does the collective cost over a network link? Its time on 4 ranks, each behind a link of 1 Gbit/s.
+"""Measure the collective over a network link, on 4 ranks with a link of 1 Gbit/s each.
 
     sudo python benchmarks/link.py                     # gloo and MPI, 11.2 million parameters
     sudo python benchmarks/link.py --transport gloo --mbit 10000 --json
@@ -8,7 +8,7 @@ every port of the bridge to the rate, in both directions, as a switch would. The
 nothing but its ranks talks in them, and they are removed when it ends. That needs root, `ip` and `tc`.
 
 Compared with the transport's own all-reduce of the same vector in float32 (the plain mean, without votes) are: the
-masked collective as a round runs it, from filled tallies to the new model on every rank, with five clients a rank; and
+masked collective as a round runs it, from filled sums to the new model on every rank, with five clients a rank; and
 the same arithmetic gathered on rank 0, which masks and sends the model back to all: of each rank's sums, and of each
 client's delta. All are run in turn; printed are medians over the turns: seconds of the slowest rank, the ratio to the
 all-reduce of the same turn, the payload over all ranks, and the bytes of the busiest port in its busier direction, as
@@ -254,8 +254,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=positive, default=4, help="2 to 16")
     parser.add_argument("--mbit", type=positive, default=1000, help="rate of every link, in both directions")
     parser.add_argument("--parameters", type=positive, default=11_200_000)
-    parser.add_argument("--turns", type=positive, default=5, help="measurements a case; the median is printed")
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--turns", type=positive, default=5, help="measurements per case; the median is printed")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     parser.add_argument("--rank", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:

@@ -179,7 +179,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--data", default="cifar10", help="data set")
     parser.add_argument("--data_root", help="folder of the data sets; else $FEDMPI_DATA, else the user's cache")
     parser.add_argument("--ranks", type=positive, default=4)
-    parser.add_argument("--json", action="store_true", help="one JSON object a line, in bytes: each way, then ratios")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line, in bytes, then the ratios")
     parser.add_argument("--rank", choices=WAYS, help=argparse.SUPPRESS)
     return parser.parse_args()
 

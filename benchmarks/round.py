@@ -1,4 +1,4 @@
-"""Seconds a round of a common job: fedmpi beside a plain PyTorch loop and, where there is one, a peer.
+"""Measure seconds per round of a common job: fedmpi, a plain PyTorch loop and, if installed, pfl-research.
 
     python benchmarks/round.py                            # LeNet on Fashion-MNIST, 100 clients, 10 a round
     python benchmarks/round.py --job resnet18             # ResNet-18 with GroupNorm, 2 steps a client
@@ -43,7 +43,7 @@ VARIANTS = {f"fedmpi {how} {mask}": (how, mask) for how in ("exact", "float32") 
 
 @dataclass
 class Program:
-    """A program on its ranks, which run rounds when they are told to."""
+    """A program on its ranks, which run rounds on request."""
 
     name: str
     ranks: list[subprocess.Popen[str]]
@@ -53,8 +53,8 @@ class Program:
     cpu: list[float] = field(default_factory=list)
     """seconds of a core a round and rank, of each block"""
     spent: float = 0.0
-    told: dict[str, Any] = field(default_factory=dict)
-    """what rank 0 told beside the time, last"""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """further numbers of rank 0, of the last block"""
 
     def block(self, rounds: int) -> None:
         """Run so many rounds and keep their time."""
@@ -63,7 +63,7 @@ class Program:
             rank.stdin.write(f"{rounds}\n")
             rank.stdin.flush()
         answers = [json.loads(self.wait_for("took", rank)) for rank in self.ranks]
-        self.told = answers[0]
+        self.extra = answers[0]
         seconds: float = max(answer["seconds"] for answer in answers)
         self.spent += seconds
         self.times.append(seconds / rounds)
@@ -165,7 +165,7 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
 
 
 def row_of(program: Program, programs: list[Program], options: argparse.Namespace, said: str) -> dict[str, object]:
-    """What is told of a program: its time, and how many times as fast as the others that are no fedmpi it is."""
+    """Return a program's time, and its speed relative to the programs other than fedmpi."""
     row: dict[str, object] = {"job": options.job, "program": program.name, "data": said, "ranks": RANKS}
     row |= {"turns": options.turns, "rounds": options.rounds, "seconds_a_round": median(program.times)}
     row["cpu_seconds_a_round"] = median(program.cpu)
@@ -176,10 +176,10 @@ def row_of(program: Program, programs: list[Program], options: argparse.Namespac
             row[f"times as fast as {other.name}, quartiles"] = quartiles(ratios)
             cpu = [theirs / mine for mine, theirs in zip(program.cpu, other.cpu, strict=True)]
             row[f"times as little of a core as {other.name}"] = median(cpu)
-    if phases := program.told.get("phases"):
+    if phases := program.extra.get("phases"):
         shares = {name: seconds / program.spent for name, seconds in phases.items()}
         row["percent"] = percent({**shares, "the rest": 1 - sum(shares.values())})
-    if seen := program.told.get("seen"):
+    if seen := program.extra.get("seen"):
         row["percent, rank 0 looked at"] = percent({name: count / sum(seen.values()) for name, count in seen.items()})
     return row
 
@@ -220,7 +220,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=positive, help="rounds a block (2; resnet18: 1)")
     parser.add_argument("--profile", action="store_true", help="where the time goes, of the first variant")
     parser.add_argument("--fedmpi", nargs=argparse.REMAINDER, default=[], help="last: more options of 'fedmpi train'")
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     options = parser.parse_args()
     options.turns = options.turns or (5 if options.job == "resnet18" else 9)
     options.rounds = options.rounds or (1 if options.job == "resnet18" else 2)

@@ -6,10 +6,10 @@
 The data stay the same (two million samples of four numbers, dealt to more and more clients), and a client's rule does
 nothing, so all of a round is what the federation adds. Every row is a real run on two gloo ranks that share memory, in
 processes of their own. The rows take turns, the medians are printed, and quartiles with --json. The first rows have the
-smallest cohort and more and more clients; the rows behind them the most clients and larger cohorts.
+smallest cohort and more and more clients; the following rows the most clients and larger cohorts.
 
   start-up   seconds from the command to the first client, imports and two million samples included
-  cpu        processor seconds of that behind the imports, which other programs on the machine disturb less
+  cpu        processor seconds of that after the imports, which other programs on the machine disturb less
   peak       MB of the larger rank (its Rss), and what of it is beyond program and data
   a round    milliseconds from one round's first client to the next one's, and processor milliseconds of rank 0
   a client   what one more client of the cohort adds to a rank's processor time
@@ -173,7 +173,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--split", choices=sorted(SPLITS), default="iid")
     parser.add_argument("--rounds", type=positive, default=40, help="measured a run; the median counts")
     parser.add_argument("--turns", type=positive, default=3, help="runs of each row; the medians are printed")
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     parser.add_argument("--rank", nargs=4, help=argparse.SUPPRESS)
     given = parser.parse_args()
     given.clients, given.cohorts = sorted(set(given.clients)), sorted(set(given.cohorts))

@@ -1,4 +1,4 @@
-"""What does it cost to deal samples to very many clients? Seconds and memory of every split.
+"""Measure seconds and memory of every split for very many clients.
 
     python benchmarks/splits.py                                   # a million clients, six million samples
     python benchmarks/splits.py --clients 1000 --samples 60000 --json
@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--clients", type=positive, default=1_000_000)
     parser.add_argument("--samples", type=positive, default=6_000_000)
     parser.add_argument("--split", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     options = parser.parse_args()
     show = (
         "{split:18} {seconds:6.2f} s  processor {processor_seconds:6.2f} s  partition {partition_MB:4} MB"

@@ -1,5 +1,4 @@
-"""How long does it take from the command to the first step of a client? By phases, beside what Python and torch take
-themselves.
+"""Measure the time from the command to the first step of a client, by phase, and compare it with importing torch.
 
     python benchmarks/startup.py                          # alone, launch/torchrun.sh 2, launch/mpirun.sh 2
     python benchmarks/startup.py --how torchrun --turns 7 --json
@@ -36,7 +35,7 @@ REPO = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 JOB = "--split iid --clients 100 --cohort 10 --model lenet --rounds 1 --local.steps 1 --eval.samples 10 --threads 1"
 
-# What is told, and when: before or after the call of a function.
+# Phase -> the call that ends it, and whether its start or its end counts.
 MARKS = {
     "launcher": ("fedmpi.commands.train", "main", "before"),
     "import": ("fedmpi.runs.options", "parse", "before"),
@@ -51,7 +50,7 @@ import functools, importlib.abc, importlib.machinery, os, sys, time
 
 MARKS = {MARKS!r}
 
-def told(phase, call, when):
+def timed(phase, call, when):
     def mark():
         if os.environ.get("RANK", os.environ.get("PMI_RANK", "0")) == "0":
             with open(os.environ["FEDMPI_MARKS"], "a") as file:
@@ -79,7 +78,7 @@ class Clock(importlib.abc.MetaPathFinder):
         def exec_module(module):
             run_module(module)
             for phase, (function, when) in marks.items():
-                setattr(module, function, told(phase, getattr(module, function), when))
+                setattr(module, function, timed(phase, getattr(module, function), when))
 
         spec.loader.exec_module = exec_module
         return spec
@@ -106,8 +105,8 @@ def first_step(command: list[str], folder: Path) -> dict[str, float]:
     environ = os.environ | {"FEDMPI_MARKS": str(marks), "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     started = time.monotonic()
     finish([*command, "--out", str(folder / f"run-{number}")], environ)
-    told = dict(line.split() for line in marks.read_text().splitlines())
-    ends = [started] + [float(told[phase]) for phase in MARKS]
+    times = dict(line.split() for line in marks.read_text().splitlines())
+    ends = [started] + [float(times[phase]) for phase in MARKS]
     return {phase: end - start for phase, (start, end) in zip(MARKS, pairwise(ends), strict=True)}
 
 
@@ -164,8 +163,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--how", nargs="+", choices=list(ways("")), default=list(ways("")), help="all unless given")
     parser.add_argument("--data", default="fmnist", help="a data set that is prepared (fmnist)")
-    parser.add_argument("--turns", type=positive, default=5, help="starts a way; medians are printed (5)")
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--turns", type=positive, default=5, help="starts per command; medians are printed (5)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         for row in measure(options.how, options.data, options.turns, Path(folder)):

@@ -1,4 +1,4 @@
-"""How fast is a client's step? Its time by each path as a ratio to a plain loop's in the same run.
+"""Measure a client's step on each path, as a ratio to a plain loop in the same run.
 
     python benchmarks/step.py                                         # all models, one thread, batches of 32
     python benchmarks/step.py --models lenet --paths channels_last compiled --json
@@ -9,7 +9,7 @@ the usual layout, then the difference. Each path does the same work by fedmpi's 
     contiguous, channels_last    how weights and images lie in memory
     bf16                         the model's own layout under autocast (minutes a step where a processor has no bf16 and
                                  the model is large: there it must be asked for)
-    compiled                     the model's own layout behind torch.compile; building takes a minute or more a model,
+    compiled                     the model's own layout under torch.compile; building takes a minute or more a model,
                                  so it must be asked for
     together                     2, 5 and 10 clients at once as one stacked model, a client's share of the time
 
@@ -225,7 +225,7 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=above_zero, default=8.0, help="to measure a model for, in 3 turns or more")
     parser.add_argument("--threads", type=positive, default=1)
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     for name in options.models:

@@ -2,12 +2,12 @@
 
 Fifteen machines report load, speed, outside temperature and vibration; the temperature of a bearing is to be predicted.
 Every machine works in a range of its own, so no two clients have alike data. Twelve machines train, one client each;
-the test readings come from the three others. The labels are floats, so this is regression: the log tells the mean
+the test readings come from the three others. The labels are floats, so this is regression: the log shows the mean
 absolute error, here in degrees. From the root of the checkout:
 
     fedmpi train --data examples.own_arrays:make --split natural --clients 12 --cohort 6 --rounds 20 --out runs/arrays
 
-Replace `readings` by what reads your files. docs/own-data.md tells what else `Arrays` can hold.
+Replace `readings` by what reads your files. docs/own-data.md lists what else `Arrays` can hold.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def digest(model: nn.Module) -> str:
 
 
 def main() -> None:
-    """Train twice, and tell how it went."""
+    """Train twice and print the results."""
     rng = torch.Generator().manual_seed(0)
     typical = 0.7 * torch.randn(3, 10, generator=rng)
     clients = {

@@ -1,4 +1,4 @@
-"""Clean exits under load, as often as asked for: `python -m tests.exits --runs 300`.
+"""Count unclean exits under load: `python -m tests.exits --runs 300`.
 
 Runs examples/python_call.py on two ranks again and again while other processes keep the cores busy, and counts the runs
 that end with another code than 0. Not part of pytest: a fault at the end of a process shows once in a hundred runs.
@@ -24,7 +24,7 @@ LAUNCHERS = {
 
 
 def main() -> int:
-    """Run until all are done; return 1 where one of them ended otherwise than with 0."""
+    """Run all; return 1 if one of them did not exit with 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=300)
     parser.add_argument("--busy", type=int, default=2 * (os.cpu_count() or 1), help="processes that load the cores")

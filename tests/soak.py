@@ -1,8 +1,8 @@
-"""A crash test for any length of time: `python -m tests.soak --kills 200`.
+"""Kill real runs at random and check how they end: `python -m tests.soak --kills 200`.
 
 Runs under real launchers are killed with SIGKILL at random moments: a rank, two of them, or the launcher itself; while
-they start, while they train and, most often, while they write a checkpoint. torchrun and fedmpi bring their ranks back
-by themselves, everything else is started again here, now and then on another number of ranks and by another launcher.
+they start, while they train and, most often, while they write a checkpoint. torchrun and fedmpi restart their ranks;
+everything else is restarted here, now and then on another number of ranks and by another launcher.
 Each run must end with the bits of an undisturbed one, every round in its metrics once, no process and no shared memory
 left.
 """
@@ -83,10 +83,10 @@ class Soak:
 
 
 class Wrong(Exception):
-    """Something that must not be, in a sentence."""
+    """A violated promise, with an error message."""
 
 
-# ------------------------------------------------------------------------------------------------- one life of a run
+# ------------------------------------------------------------------------------------------------ one start of a run
 
 
 def train_command(algorithm: str, rounds: int, out: Path) -> list[str]:
@@ -140,7 +140,7 @@ def kill(pids: Sequence[int], number: signal.Signals = signal.SIGKILL) -> int:
 
 @dataclass
 class Run:
-    """One run, through all of its lives."""
+    """One run, through all of its starts."""
 
     soak: Soak
     name: str
@@ -247,7 +247,7 @@ class Run:
         return True
 
     def live(self) -> None:
-        """One launch, until it ends."""
+        """Run one launch until it ends."""
         self.launch()
         assert self.job is not None
         while self.alive() and self.kills < KILLS_A_RUN and not self.soak.enough():
@@ -261,25 +261,25 @@ class Run:
         code = self.job.wait()
         if code not in (0, -signal.SIGKILL) and not self.story[-1].startswith(("a rank", "two ranks")):
             self.refused(code)
-        if not self.finished and self.rng.random() < 0.7:  # else the next one starts beside what is left of this one
+        if not self.finished and self.rng.random() < 0.7:  # else the next one starts next to what is left of this one
             self.end_all()
 
     def refused(self, code: int) -> None:
-        """A launch that ended by itself, but not well: right only where another life was at work or had finished."""
+        """Check a launch that failed by itself: right only if another start was running or had finished."""
         said = self.log.read_text(errors="replace")[-4000:]
         if not self.finished and " is in use by " not in said:
             raise Wrong(f"the launcher left with code {code}; see {self.log}")
-        self.soak.count("refused beside another life")
+        self.soak.count("refused during another start")
 
     def end_all(self) -> None:
-        """Kill what a killed launcher has left behind."""
+        """Kill what a killed launcher has left."""
         deadline = time.monotonic() + QUIET_SECONDS
         while (left := processes(self.mark)) and time.monotonic() < deadline:
             kill(list(left))
             time.sleep(0.05)
 
     def go(self) -> None:
-        """All lives of the run; raises `Wrong`."""
+        """Start the run until it is finished; raise `Wrong` if a promise is violated."""
         while not self.finished:
             self.live()
             if not self.finished and not self.alive():
@@ -292,7 +292,7 @@ class Run:
         self.compare()
 
     def wait_for_orphans(self) -> None:
-        """Ranks whose launcher is gone may go on for a while."""
+        """Wait for ranks whose launcher is gone, in half of the cases."""
         if self.rng.random() < 0.5:
             while processes(self.mark) and not self.finished:
                 self.check_progress()
@@ -384,7 +384,7 @@ def soak_for(
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(work, range(jobs)))
     left = shared_folders() - before
-    time.sleep(2 if left else 0)  # those of runs beside us are gone by then
+    time.sleep(2 if left else 0)  # those of other runs are gone by then
     left &= shared_folders()
     if left:
         soak.tally.wrong.append(f"left in {SHARED}: {', '.join(sorted(left))}")
@@ -397,9 +397,9 @@ def soak_for(
         "runs": counts["runs"],
         "launches": counts["launches"],
         **{f"launches by {launcher}": counts[launcher] for launcher in launchers},
-        "starts that got as far as a run folder": counts["starts"],
-        "refused beside another life": counts["refused beside another life"],
-        "falls back to an older checkpoint": counts["fell back"],
+        "starts that reached the run folder": counts["starts"],
+        "refused during another start": counts["refused during another start"],
+        "fallbacks to an older checkpoint": counts["fell back"],
         "minutes": round((time.monotonic() - started) / 60, 1),
         "wrong": soak.tally.wrong,
     }
@@ -425,8 +425,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--algorithms", type=names(sorted(KNOWN)), default=list(ALGORITHMS))
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--folder", type=Path, help="where the runs go; kept where something is wrong")
-    parser.add_argument("--json", action="store_true", help="the figures as one JSON object, at the end")
+    parser.add_argument("--folder", type=Path, help="folder of the runs; kept if something is wrong")
+    parser.add_argument("--json", action="store_true", help="print the figures as one JSON object")
     chosen = parser.parse_args(argv)
     folder = chosen.folder or Path(tempfile.mkdtemp(prefix="fedmpi-soak-"))
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -439,7 +439,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     print(json.dumps(figures) if chosen.json else "\n".join(f"{k}: {v}" for k, v in figures.items()))
     if figures["wrong"]:
-        say(f"what is left of it lies in {folder}")
+        say(f"the runs are kept in {folder}")
         return 1
     shutil.rmtree(folder)
     return 0

@@ -1,5 +1,4 @@
-"""It really learns: the embedded digits, 100 clients with 2 classes each, 10 a round, every algorithm as it comes, with
-its own mask (gradient masked averaging, but for FedGMA-2021)."""
+"""Every algorithm learns with its defaults: generated digits, 100 clients with 2 classes each, 10 per round."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from fedmpi.runs.build import prepare
 from fedmpi.runs.options import parse
 from fedmpi.runs.run import run
 
-# Rounds, and the accuracy to reach in them where chance is 0.1; behind it, the best that was measured.
+# Rounds, and the accuracy to reach in them (chance is 0.1); the comments have the best accuracy measured.
 REACHES = {
     "fedavg": (20, 0.5),  # 0.67
     "fedavgm": (20, 0.6),  # 0.84
@@ -51,7 +50,7 @@ def test_it_learns_from_clients_with_two_classes(algorithm: str, tmp_path: Path)
     run(prepared, SoloComm(), Place("alone", 0, 1, 0, 1), torch.device("cpu"), {})
     tested = [m["test_accuracy"] for m in metrics(tmp_path / "run") if m["test_accuracy"] is not None]
     assert max(tested) > least, tested
-    assert tested[0] < max(tested) - 0.2, "with two classes a client it is hard at first"
+    assert tested[0] < max(tested) - 0.2, "with two classes per client it is hard at first"
 
 
 @pytest.mark.slow

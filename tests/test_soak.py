@@ -18,13 +18,13 @@ def test_runs_that_are_killed_again_and_again_end_as_undisturbed_ones(tmp_path: 
 
 
 def test_a_soak_sees_what_is_wrong(tmp_path: Path) -> None:
-    """A run with other bits, and one with a round too few."""
+    """Check a run with other bits, and one that lacks a round."""
     (tmp_path / "model.safetensors").write_bytes(b"bits")
     (tmp_path / "metrics.jsonl").write_text('{"round": 1, "seconds": {}}\n{"round": 2, "seconds": {}}\n')
     (tmp_path / "starts.jsonl").write_text("{}\n")
     (tmp_path / "run.log").touch()
     right = soak.ending(tmp_path)
-    for wanted, sentence in (
+    for wanted, message in (
         (right, None),
         (("other", right[1]), "other bits"),
         ((right[0], right[1][:1]), "metrics.jsonl differs"),
@@ -32,8 +32,8 @@ def test_a_soak_sees_what_is_wrong(tmp_path: Path) -> None:
         one = soak.Soak(1, 2, soak.LAUNCHERS, tmp_path.parent, {"fedavg": wanted}, print)
         run = soak.Run(one, tmp_path.name, "fedavg", soak.random.Random(0))
         run.log = tmp_path / "run.log"
-        if sentence is None:
+        if message is None:
             run.compare()
             continue
-        with pytest.raises(soak.Wrong, match=sentence):
+        with pytest.raises(soak.Wrong, match=message):
             run.compare()

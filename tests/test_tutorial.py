@@ -1,4 +1,4 @@
-"""docs/tutorial.md is true: its files are written and its commands run, top to bottom, in an empty folder."""
+"""Run docs/tutorial.md: write its files and run its commands, top to bottom, in an empty folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
 
 def script(folder: Path) -> str:
-    """The page as a shell script; its files are written where they stand."""
+    """Return the page as a shell script that also writes its files."""
     lines = ["set -euo pipefail"]
     for number, (kind, text) in enumerate(BLOCKS):
         if kind == "bash":

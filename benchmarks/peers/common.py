@@ -48,9 +48,9 @@ def pictures() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
 
 
 def gate() -> Iterator[Callable[..., None]]:
-    """Each block of rounds as the coordinator asks for it: yields before every round, tells the seconds after the last.
+    """Run blocks of rounds on request: yield before every round, print the seconds after the last one.
 
-    What is yielded takes what else there is to tell of the block.
+    The yielded function takes further numbers to print with the block.
     """
     print("ready", flush=True)
     for line in sys.stdin:

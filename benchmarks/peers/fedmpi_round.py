@@ -1,7 +1,7 @@
 """The job of benchmarks/round.py for fedmpi: the command itself, with a gate before every round.
 
 What is timed is all that the command does from one round to the next, metrics.jsonl and the ranks' word on whether to
-stop included. FEDMPI_PROFILE=1 looks every millisecond where rank 0 is, and tells the shares.
+stop included. FEDMPI_PROFILE=1 samples the stack of rank 0 every millisecond and prints the shares.
 """
 
 from __future__ import annotations
@@ -75,17 +75,17 @@ def place_of(frame: FrameType | None) -> str:
 
 
 def gated(*args: Any, inner: Any = run.rounds, **kwargs: Any) -> Iterator[Any]:
-    """`rounds`, in blocks; tells each phase's seconds a block, and the shares of what was seen."""
+    """Run `rounds` in blocks; report the seconds of each phase and the sampled shares per block."""
     looker = Looker() if os.environ.get("FEDMPI_PROFILE") and os.environ["RANK"] == "0" else None
     if looker is not None:
         looker.start()
     training, phases = inner(*args, **kwargs), Counter[str]()
-    for tell in gate():
+    for report_block in gate():
         if looker is not None:
             looker.looking = True
         state, report = next(training)
         phases.update(report.seconds)
-        tell(phases=dict(phases), seen={} if looker is None else dict(looker.seen))
+        report_block(phases=dict(phases), seen={} if looker is None else dict(looker.seen))
         yield state, report
     os._exit(0)
 
