@@ -39,7 +39,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["fedmpi", "fedmpi.*"]),
-    package_data={"fedmpi": ["py.typed", "experiments/recipes/*.yaml"]},
+    package_data={"fedmpi": ["py.typed", "experiments/recipes/*.yaml", "experiments/report/page.html"]},
     install_requires=[
         "torch>=2.4",
         "torchvision",
@@ -51,6 +51,7 @@ setup(
         "tensorboard",
         "tqdm",
         "matplotlib",
+        "Jinja2>=3",
         "Pillow",
         "PyYAML",
     ],

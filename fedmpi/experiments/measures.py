@@ -1,15 +1,15 @@
-"""What a run came to, in one number: the measures of the papers, each a function of a run, None where there is none.
+"""The results of a run as single numbers: the measures of the papers, functions of a run; None if there is no value.
 
-    best            the best test metric: the largest, or the smallest where it falls
-    last10, last20  the mean test metric of the scored rounds among the last 10 or 20, of one such at least
+    best            the best test metric: the largest, or the smallest if less is better
+    last10, last20  the mean test metric of the scored rounds among the last 10 or 20, at least one
     final           the test metric of the last scored round
     test_loss       the test loss of the last scored round
-    rounds:0.8      the first scored round at which the test metric has reached a value
-    train_loss20    the mean training loss of the last 20 rounds, None where one of them is not finite
-    participating   the metric on the clients of the last round that was scored by --evaluate clients
-    others          that on the clients that did not take part in it
+    rounds:0.8      the first scored round whose test metric reaches a value
+    train_loss20    the mean training loss of the last 20 rounds; None if one is not finite
+    participating   the metric on the clients of the last round scored by --evaluate clients
+    others          the same on the other clients
 
-A round is scored when the test set was looked at in it (--eval.every).
+A round is scored if the model was evaluated on the test set (--eval.every).
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ NAMES = "best, final, lastN, rounds:VALUE, test_loss, train_lossN, participating
 
 @dataclass(frozen=True)
 class Measure:
-    """A measure by its name."""
+    """A named function of a run."""
 
     name: str
     of: Callable[[Run], float | None]
     kind: str
-    """metric, rounds or loss: what it is a number of"""
+    """metric, rounds or loss"""
 
     def rises(self, run: Run) -> bool:
-        """Whether more of it is better."""
+        """Return whether more is better."""
         return self.kind == "metric" and run.rises
 
 
 def measure(name: str) -> Measure:
-    """The measure of that name; a `UserError` where there is none."""
+    """Return the measure of that name; raise a `UserError` if there is none."""
     plain: dict[str, tuple[Callable[[Run], float | None], str]] = {
         "best": (best, "metric"),
         "final": (final, "metric"),
@@ -61,18 +61,17 @@ def measure(name: str) -> Measure:
 
 
 def best(run: Run) -> float | None:
-    """The best test metric."""
+    """Return the best test metric."""
     return (max if run.rises else min)(run.series(run.score).values(), default=None)
 
 
 def mean_last(run: Run, count: int) -> float | None:
-    """The mean test metric of the scored rounds among the last `count`."""
+    """Return the mean test metric of the scored rounds among the last `count`."""
     return mean_of_last(run, run.series(run.score), count)
 
 
 def mean_of_last(run: Run, curve: Mapping[int, float], count: int) -> float | None:
-    """The mean of a curve, round -> value, over what it has of the run's last rounds; where that is nothing, its last
-    value."""
+    """Return the mean of a curve (round -> value) over the run's last `count` rounds; its last value if it has none."""
     if not curve:
         return None
     last = [value for number, value in curve.items() if number > run.records[-1]["round"] - count]
@@ -80,49 +79,48 @@ def mean_of_last(run: Run, curve: Mapping[int, float], count: int) -> float | No
 
 
 def final(run: Run) -> float | None:
-    """The test metric of the last scored round."""
+    """Return the test metric of the last scored round."""
     return mean_last(run, 1)
 
 
 def final_loss(run: Run) -> float | None:
-    """The test loss of the last scored round, None where it was not finite."""
+    """Return the test loss of the last scored round; None if it was not finite."""
     scored = run.series(run.score)
     return run.series("test_loss").get(max(scored)) if scored else None
 
 
 def final_side(run: Run, side: str) -> float | None:
-    """The metric on the clients that took part in the last round that was scored so, or on the others."""
+    """Return the last metric on participating clients, or on the others."""
     return next(reversed(run.series(run.sides, side).values()), None)
 
 
 def rounds_to(run: Run, value: float) -> int | None:
-    """The first scored round with a test metric as good as `value`; None where it was never reached."""
+    """Return the first scored round with a test metric as good as `value`; None if there is none."""
     scored = run.series(run.score).items()
     return next((number for number, found in scored if (found >= value if run.rises else found <= value)), None)
 
 
 def train_loss(run: Run, count: int) -> float | None:
-    """The mean training loss of the last rounds. None where one of them is not finite: the others would flatter it."""
+    """Return the mean training loss of the last rounds; None if one is not finite, as the others would flatter it."""
     losses, last = run.series("train_loss"), run.records[-count:]
     values = [losses[record["round"]] for record in last if record["round"] in losses]
     return fmean(values) if values and len(values) == len(last) else None
 
 
 def total_bytes(run: Run) -> float:
-    """What all ranks sent in all rounds."""
+    """Return the bytes that all ranks sent in all rounds."""
     return sum(run.series("bytes_sent").values())
 
 
 def client_bytes(run: Run, way: str) -> float | None:
-    """What all clients uploaded to the server (`way` up) or downloaded from it (down) in all rounds; None where some
-    rounds are of a version that did not count it."""
+    """Return the bytes that all clients uploaded (`way` up) or downloaded (down) in all rounds; None if a version that
+    did not count them ran some rounds."""
     series = run.series(f"client_bytes_{way}")
     return sum(series.values()) if series and len(series) == len(run.records) else None
 
 
 def bytes_per_client(run: Run, way: str) -> float | None:
-    """The same per client and round: over the clients that delivered in the rounds that were counted; those that were
-    left out have downloaded, too."""
+    """Return the same per client and round, over clients that delivered; dropped ones have downloaded, too."""
     sent, taken = run.series(f"client_bytes_{way}"), run.series("clients")
     left_out = run.series("dropped") if way == "down" else {}
     clients = sum(taken.get(number, 0.0) + left_out.get(number, 0.0) for number in sent)
@@ -130,24 +128,24 @@ def bytes_per_client(run: Run, way: str) -> float | None:
 
 
 def total_seconds(run: Run) -> dict[str, float]:
-    """The seconds of all rounds by phase, in the order of a round, as far as the run's version timed them."""
+    """Return the seconds of all rounds by phase, in the order of a round, as far as they were timed."""
     named = in_order(phase for record in run.records for phase in record.get("seconds") or {})
     return {phase: sum(run.series("seconds", phase).values()) for phase in named}
 
 
 def in_order(phases: Iterable[str]) -> list[str]:
-    """Each phase once, in the order of a round; what is not known behind."""
+    """Return each phase once, in the order of a round; unknown ones last."""
     named = dict.fromkeys(phases)
     return [*(phase for phase in PHASES if phase in named), *(phase for phase in named if phase not in PHASES)]
 
 
 def round_seconds(run: Run) -> dict[int, float]:
-    """round -> its seconds in all phases."""
+    """Return round -> seconds in all phases."""
     parts = {record["round"]: (record.get("seconds") or {}).values() for record in run.records}
     return {number: sum(value for value in values if value is not None) for number, values in parts.items()}
 
 
 def mean_of(run: Run, *path: str) -> float | None:
-    """The mean over the rounds of what stands under these keys: agreement, below_tau, kept."""
+    """Return the mean over rounds of a number by its keys: agreement, below_tau, kept."""
     values = run.series(*path).values()
     return fmean(values) if values else None

@@ -1,7 +1,7 @@
-"""Tables of typed cells, as aligned text, Markdown, LaTeX and CSV.
+"""Tables of typed cells as aligned text, Markdown, LaTeX and CSV.
 
-Cells are shown rounded, accuracies in percent; CSV has the raw numbers to their last bit, deviations and intervals in
-columns of their own. LaTeX needs the package booktabs. Whatever is text is escaped for the form that it is written in.
+Cells are rounded, accuracies in percent; CSV has the exact numbers, with deviations and intervals in separate columns.
+LaTeX needs the package booktabs. All text is escaped for its format.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..runs.text import align
 
 @dataclass(frozen=True)
 class Mark:
-    """A sign behind a cell, and what it means: tables have that in a note, CSV in a column of its own."""
+    """A sign after a cell, and its meaning, which tables have in a note and CSV in a separate column."""
 
     sign: str
     meaning: str
@@ -30,19 +30,19 @@ class Number:
     value: float
     sd: float | None = None
     digits: int = 4
-    """decimals that are shown"""
+    """decimals"""
     percent: bool = False
-    """whether it is a share that is shown in percent"""
+    """show a share in percent"""
     better: bool = False
-    """whether it is the better of a pair, which is shown in bold"""
+    """bold: the better of a pair"""
     note: str = ""
-    """a few words behind it: 2 of 3"""
+    """a few words after it: 2 of 3"""
     mark: Mark | None = None
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A difference with the interval that holds the true one."""
+    """A difference with its confidence interval."""
 
     value: float
     low: float | None = None
@@ -54,7 +54,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Interval:
-    """What holds the true value of the number beside it."""
+    """The confidence interval of the number next to it."""
 
     low: float
     high: float
@@ -71,26 +71,26 @@ class Probability:
 
 @dataclass(frozen=True)
 class Missing:
-    """Nothing, and why."""
+    """No value, and why."""
 
     why: str = "-"
 
 
 Cell = str | Number | Difference | Interval | Probability | Missing
 SUFFIXES = ("", " sd", " low", " high", " note")
-"""of the columns of CSV that one column may come to"""
+"""of the CSV columns of one column"""
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table, ready to be written."""
+    """A table with its title and notes."""
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[Cell]]
     notes: Sequence[str] = ()
     align: str = ""
-    """l or r for each column; empty: the first to the left, the others to the right"""
+    """l or r per column; empty: the first left, the others right"""
 
     @property
     def sides(self) -> str:
@@ -98,7 +98,7 @@ class Table:
 
 
 def show(cell: Cell) -> str:
-    """A cell as plain text."""
+    """Return a cell as plain text."""
     if isinstance(cell, str):
         return cell
     if isinstance(cell, Missing):
@@ -108,7 +108,7 @@ def show(cell: Cell) -> str:
 
     def text(value: float, sign: str = "") -> str:
         shown = f"{value * (100 if cell.percent else 1):{sign}.{cell.digits}f}"
-        return shown.replace("-", "+" * bool(sign)) if not float(shown) else shown  # no minus nothing
+        return shown if float(shown) else shown.replace("-", "+" if sign else "")  # no -0.00
 
     if isinstance(cell, Interval):
         return f"{text(cell.low)} to {text(cell.high)}"
@@ -121,24 +121,24 @@ def show(cell: Cell) -> str:
 
 
 def is_better(cell: Cell) -> bool:
-    """Whether a cell is to stand out."""
+    """Return whether a cell is bold."""
     return isinstance(cell, Number) and cell.better
 
 
 def to_text(table: Table) -> str:
-    """Aligned columns under the title, notes below."""
+    """Return aligned columns under the title, with notes below."""
     notes = [one_line(note) for note in table.notes]
-    return "\n".join([one_line(table.title), "", *lines(table), *([""] * bool(notes)), *notes]) + "\n"
+    return "\n".join([one_line(table.title), "", *lines(table), *([""] if notes else []), *notes]) + "\n"
 
 
 def lines(table: Table) -> list[str]:
-    """The aligned columns alone: a head, a rule and the rows."""
+    """Return the aligned columns: head, rule and rows."""
     cells = [[one_line(show(cell)) for cell in row] for row in (table.columns, *table.rows)]
     return align(cells, table.sides, rule=True)
 
 
 def to_markdown(table: Table) -> str:
-    """A heading, a table as GitHub reads it, and the notes."""
+    """Return a heading, a table in GitHub's Markdown, and the notes."""
 
     def row(cells: Sequence[str]) -> str:
         return "| " + " | ".join(cells) + " |"
@@ -155,7 +155,7 @@ def to_markdown(table: Table) -> str:
 
 
 def to_latex(table: Table) -> str:
-    """A floating table with booktabs."""
+    """Return a floating table with booktabs."""
 
     def row(cells: Sequence[str]) -> str:
         return "    " + " & ".join(cells) + r" \\"
@@ -168,7 +168,7 @@ def to_latex(table: Table) -> str:
         [
             r"\begin{table}",
             r"  \centering",
-            rf"  \caption{{{latex(table.title)}}}\smallskip",  # article leaves no room below a caption
+            rf"  \caption{{{latex(table.title)}}}\smallskip",  # article leaves no space below a caption
             rf"  \begin{{tabular}}{{{table.sides}}}",
             r"    \toprule",
             row([latex(name) for name in table.columns]),
@@ -184,7 +184,7 @@ def to_latex(table: Table) -> str:
 
 
 def to_csv(table: Table) -> str:
-    """The raw numbers: a column may come to several, for the deviation, the ends of an interval and a note."""
+    """Return the exact numbers; deviation, interval and note of a column have columns of their own."""
     rows = [[raw(cell) for cell in row] for row in table.rows]
     kept = [suffixes_of([row[i] for row in rows]) for i in range(len(table.columns))]
     out = io.StringIO()
@@ -196,13 +196,13 @@ def to_csv(table: Table) -> str:
 
 
 def suffixes_of(cells: Sequence[dict[str, str | float]]) -> list[str]:
-    """What a column comes to; the ends of intervals have none without a suffix."""
+    """Return the suffixes that a column needs; an interval alone has no column without a suffix."""
     used = [suffix for suffix in SUFFIXES if any(suffix in cell for cell in cells)]
     return used if " low" in used else list(dict.fromkeys(["", *used]))
 
 
 def raw(cell: Cell) -> dict[str, str | float]:
-    """The values of a cell by the suffix of their column."""
+    """Return the values of a cell by the suffix of their column."""
     if isinstance(cell, str):
         return {"": one_line(cell)}
     if isinstance(cell, Missing):
@@ -219,7 +219,7 @@ def raw(cell: Cell) -> dict[str, str | float]:
 
 
 FORMS: dict[str, Callable[[Table], str]] = {"txt": to_text, "md": to_markdown, "tex": to_latex, "csv": to_csv}
-"""by the ending of the file"""
+"""by file extension"""
 
 LATEX = {c: f"\\{c}" for c in "{}$&#_%"} | {
     "\\": r"\textbackslash{}",
@@ -228,8 +228,8 @@ LATEX = {c: f"\\{c}" for c in "{}$&#_%"} | {
     "<": r"\textless{}",
     ">": r"\textgreater{}",
     "|": r"\textbar{}",
-    '"': r"{\char34}",  # in every encoding of fonts
-    "[": "{[}",  # behind the end of a row it would begin an option
+    '"': r"{\char34}",  # in every font encoding
+    "[": "{[}",  # after the end of a row it would begin an option
     "]": "{]}",
     "*": "{*}",
     "±": r"$\pm$",
@@ -241,17 +241,17 @@ LATEX = {c: f"\\{c}" for c in "{}$&#_%"} | {
 
 
 def latex(text: str) -> str:
-    """Text without anything that LaTeX would take for its own; a hyphen in front of a number is a minus."""
+    """Return text escaped for LaTeX; a hyphen before a number is a minus."""
     escaped = "".join(LATEX.get(c, c) for c in one_line(text))
     escaped = re.sub(r"(?<![\w}\-])-(?=\d)", "$-$", escaped)
     return re.sub("-(?=-)", "-{}", escaped)  # two of them would become a dash
 
 
 def markdown(text: str) -> str:
-    """Text without anything that Markdown would take for its own, a column's end in particular."""
+    """Return text escaped for Markdown."""
     return re.sub(r"([\\`*_{}\[\]<>|#~&])", r"\\\1", one_line(text))
 
 
 def one_line(text: str) -> str:
-    """Text without line breaks and other characters that cannot be seen."""
+    """Return text without line breaks and other unprintable characters."""
     return "".join(c if c.isprintable() else " " for c in text)

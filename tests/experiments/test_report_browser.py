@@ -76,12 +76,9 @@ def test_the_page_has_no_fault(width: int, scheme: str, report: Path, tab: Brows
     assert len(pictures) == len(re.findall("<img ", report.read_text())) >= 12
 
 
-def test_a_phone_gets_pictures_of_its_own(report: Path, tab: Browser) -> None:
-    widths = []
-    for width in (DESK, PHONE):
-        tab.open(report, width)
-        widths.append({natural for _, _, natural, _ in tab.run(LOOK)["pictures"]})
-    assert max(widths[1]) < min(widths[0])
+def test_pictures_scroll_in_their_box_on_a_phone(report: Path, tab: Browser) -> None:
+    tab.open(report, PHONE)
+    assert min(shown for _, _, _, shown in tab.run(LOOK)["pictures"]) > 500, "letters can be read"
 
 
 def test_all_folds_can_be_opened_on_a_phone(report: Path, tab: Browser) -> None:
@@ -99,22 +96,6 @@ def test_a_dark_screen_has_a_dark_page_with_light_letters(report: Path, tab: Bro
         found[scheme] = [sum(map(int, re.findall(r"\d+", colour)[:3])) for colour in tab.run(colours)]
     assert found["light"][0] < 200 < 700 < found["light"][1]
     assert found["dark"][1] < 200 < 600 < found["dark"][0]
-
-
-def test_pictures_change_with_the_screen_as_well(report: Path, tab: Browser) -> None:
-    """The mean brightness of a curve's picture, which is drawn on the page's own ground."""
-    script = """(async () => {
-      const image = document.querySelector("#figure-accuracy-rounds img"), canvas = document.createElement("canvas");
-      [canvas.width, canvas.height] = [200, 100];
-      const pen = canvas.getContext("2d");
-      pen.drawImage(image, 0, 0, 200, 100);
-      const bytes = pen.getImageData(0, 0, 200, 100).data;
-      return bytes.reduce((sum, b) => sum + b, 0) / bytes.length;
-    })()"""
-    tab.open(report, DESK, scheme="light")
-    light = tab.run(script)
-    tab.open(report, DESK, scheme="dark")
-    assert tab.run(script) < light - 80
 
 
 def test_it_prints(report: Path, tab: Browser) -> None:

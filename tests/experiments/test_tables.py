@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from made_runs import made, records, seeds, write_run, write_sweep
 
 from fedmpi.errors import UserError
-from fedmpi.experiments.report.arms import mask_table, pairs
+from fedmpi.experiments.report.pairs import find_pairs, mask_table
 from fedmpi.experiments.report.results import (
     agreement_table,
     bytes_table,
@@ -278,7 +278,7 @@ def test_runs_that_are_not_done_have_no_part_in_a_mean() -> None:
     assert cells(table, "fedavg + gma")["rounds"] == "1 (of 12)"
     assert cells(table, "fedavg + mean")["best accuracy"] == "10.00", "where there is nothing else, it is shown"
     assert cells(table, "fedavg + mean")["rounds to 99%"] == "not yet"
-    assert "2 runs are not done: left out of the means, unless no run of the group is done." in table.notes
+    assert "Not done: 2 runs, left out of the means unless no run of the group is done." in table.notes
 
 
 def test_a_metric_that_falls_is_no_accuracy() -> None:
@@ -290,7 +290,7 @@ def test_a_metric_that_falls_is_no_accuracy() -> None:
 
 def test_a_seed_that_was_run_twice_is_told() -> None:
     table = summary_table(group([made([0.5], name="a"), made([0.5], name="b")]))
-    assert "1 run is left out, as there is another with the same seed." in table.notes
+    assert "Left out as repeats of a seed: 1 run." in table.notes
 
 
 def test_the_table_of_rounds_by_hand() -> None:
@@ -314,15 +314,16 @@ def test_a_run_under_way_has_not_missed_a_value() -> None:
     assert [show(cell) for cell in alone.rows[0][2:]] == ["1.0 ± 0.0 (2 not done)", "not yet"]
 
 
-# AVG beside GMA
+# Plain and masked averaging
 
 
-def arms(plain: list[float], masked: list[float], **knobs: Any) -> list[Run]:
+def both_sides(plain: list[float], masked: list[float], **knobs: Any) -> list[Run]:
     return [*seeds(plain, mask="mean", **knobs), *seeds(masked, mask="gma", **knobs)]
 
 
 def test_avg_beside_gma_by_hand() -> None:
-    runs = arms([0.80, 0.82, 0.84], [0.81, 0.84, 0.87]) + arms([0.9, 0.9, 0.9], [0.8, 0.9, 0.85], algorithm="fedprox")
+    runs = both_sides([0.80, 0.82, 0.84], [0.81, 0.84, 0.87])
+    runs += both_sides([0.9, 0.9, 0.9], [0.8, 0.9, 0.85], algorithm="fedprox")
     table = mask_table(group(runs))
     first, second = (dict(zip(table.columns, map(show, row), strict=True)) for row in table.rows)
     assert first == {
@@ -342,14 +343,14 @@ def test_avg_beside_gma_by_hand() -> None:
     assert r"\textbf{84.00 $\pm$ 3.00}" in to_latex(table) and r"\textbf{90.00 $\pm$ 0.00}" in to_latex(table)
     notes = " ".join(table.notes)
     assert "better mean in 1 of 2 rows, the worse in 1; significantly better in 0, significantly worse in 0" in notes
-    assert "n = 3 is too few to conclude: an exact test of so few cannot go below p = 0.25" in notes
+    assert "n = 3 is too few to conclude: an exact test cannot go below p = 0.25" in notes
     assert float(read_csv(table)[0]["difference"]) == pytest.approx(0.02)
 
 
 def test_enough_seeds_may_be_significant_either_way() -> None:
     steps = [0.010, 0.012, 0.014, 0.011, 0.013, 0.012, 0.015]
-    up = arms([0.8] * 7, [0.8 + step for step in steps])
-    down = arms([0.8] * 7, [0.8 - step for step in steps], algorithm="fedprox")
+    up = both_sides([0.8] * 7, [0.8 + step for step in steps])
+    down = both_sides([0.8] * 7, [0.8 - step for step in steps], algorithm="fedprox")
     notes = " ".join(mask_table(group(up + down)).notes)
     assert "significantly better in 1, significantly worse in 1" in notes and "too few" not in notes
 
@@ -366,7 +367,7 @@ def test_fewer_rounds_and_a_smaller_error_are_better() -> None:
 
 def test_pairs_differ_in_the_mask_alone_or_in_the_rates_too() -> None:
     def labels(*runs: Run) -> list[tuple[str, str, str]]:
-        return [(pair.plain.label, pair.masked.label, pair.mask) for pair in pairs(group(list(runs)))]
+        return [(pair.plain.label, pair.masked.label, pair.mask) for pair in find_pairs(group(list(runs)))]
 
     mean, gma = made([0.5], mask="mean"), made([0.5], mask="gma")
     assert labels(mean, gma) == [("fedavg + mean", "fedavg + gma", "gma 0.4")]
@@ -376,7 +377,7 @@ def test_pairs_differ_in_the_mask_alone_or_in_the_rates_too() -> None:
     assert [mask for _, _, mask in labels(mean, *ablation)] == ["gma 0.2", "gma 0.8", "and 0.4"]
     slow, fast = (made([0.5], mask="mean", local__lr=lr) for lr in (0.01, 0.1))
     assert labels(slow, made([0.5], mask="gma", local__lr=0.1)) != [], "each arm may have rates of its own"
-    same = pairs(group([slow, fast, made([0.5], mask="gma", local__lr=0.1)]))
+    same = find_pairs(group([slow, fast, made([0.5], mask="gma", local__lr=0.1)]))
     assert [pair.plain.config["local.lr"] for pair in same] == [0.1] and same[0].same_rates
     assert labels(slow, fast, made([0.5], mask="gma", local__lr=0.5)) == [], "which of the two is not to be guessed"
 
@@ -395,18 +396,18 @@ def test_no_two_pairs_have_the_same_row() -> None:
 
 
 def test_arms_with_other_seeds_or_other_rates_are_told() -> None:
-    uneven = mask_table(group(arms([0.5, 0.6, 0.7, 0.9], [0.6, 0.8, 0.9])))
-    assert show(uneven.rows[0][4]).startswith("+16.67") and "over the common ones" in " ".join(uneven.notes)
+    uneven = mask_table(group(both_sides([0.5, 0.6, 0.7, 0.9], [0.6, 0.8, 0.9])))
+    assert show(uneven.rows[0][4]).startswith("+16.67") and "over common seeds" in " ".join(uneven.notes)
     others = [made([value], mask="gma", seed=seed) for seed, value in ((7, 0.6), (8, 0.7), (9, 0.9))]
     apart = mask_table(group([*seeds([0.5, 0.6, 0.65], mask="mean"), *others]))
     assert "Welch's test" in " ".join(apart.notes) and show(apart.rows[0][7]) == "-"
     rates = mask_table(group([made([0.5], mask="mean", local__lr=0.1), made([0.6], mask="gma", local__lr=0.2)]))
-    assert "the learning rates of the arms differ" in " ".join(rates.notes)
+    assert "the learning rates differ" in " ".join(rates.notes)
     assert "There is no test for n below 3." in rates.notes
 
 
 def test_the_means_are_those_of_the_seeds_that_are_compared() -> None:
-    runs = arms([0.95, 0.93, 0.6], [0.90, 0.88], rounds=11)
+    runs = both_sides([0.95, 0.93, 0.6], [0.90, 0.88], rounds=11)
     table = mask_table(group([*runs, made([0.99], mask="gma", seed=2, done=False)]))
     assert [show(cell) for cell in table.rows[0][2:6]] == [
         "94.00 ± 1.41 (2 of 3)",
@@ -417,14 +418,14 @@ def test_the_means_are_those_of_the_seeds_that_are_compared() -> None:
     plain_cell, masked_cell = table.rows[0][2:4]
     assert isinstance(plain_cell, Number) and isinstance(masked_cell, Number)
     assert plain_cell.better and plain_cell.value > masked_cell.value, "what is in bold is the larger mean"
-    assert "both means and their difference are over the common ones" in " ".join(table.notes)
+    assert "means and difference are over common seeds" in " ".join(table.notes)
 
 
 def test_seeds_that_neither_arm_has_finished_are_not_called_uneven() -> None:
-    runs = arms([0.5, 0.6], [0.6, 0.7], rounds=11)
+    runs = both_sides([0.5, 0.6], [0.6, 0.7], rounds=11)
     halfway = made([0.9], mask="gma", seed=2, done=False)
-    assert "common ones" not in " ".join(mask_table(group([*runs, halfway])).notes)
-    assert "common ones" in " ".join(mask_table(group([*runs, replace(halfway, finished={"rounds": 1})])).notes)
+    assert "common seeds" not in " ".join(mask_table(group([*runs, halfway])).notes)
+    assert "common seeds" in " ".join(mask_table(group([*runs, replace(halfway, finished={"rounds": 1})])).notes)
 
 
 def test_arms_that_are_not_done_are_shown_and_not_tested() -> None:
@@ -441,14 +442,14 @@ def test_without_a_pair_the_table_is_empty_in_every_form() -> None:
 
 @given(st.permutations(range(8)))
 def test_the_order_of_the_seeds_changes_no_table(order: list[int]) -> None:
-    runs = arms([0.80, 0.82, 0.84, 0.81], [0.81, 0.84, 0.87, 0.8])
+    runs = both_sides([0.80, 0.82, 0.84, 0.81], [0.81, 0.84, 0.87, 0.8])
     ordered, shuffled = group(runs), group([runs[i] for i in order])
     shuffled.sort(key=lambda one: one.label, reverse=True)
     for build in (summary_table, mask_table, cost_table):
         assert to_csv(build(shuffled)) == to_csv(build(ordered))
 
 
-# Published beside measured
+# Published and measured
 
 
 AXES = ("algorithm", "mask", "clients")
@@ -547,7 +548,7 @@ def test_costs_by_hand() -> None:
         "local s": "4.0 ± 2.8",
         "eval s": "1.0 ± 0.0",
         "all s": "5.0 ± 2.8",
-        "s a round": "2.500 ± 1.414",
+        "s per round": "2.500 ± 1.414",
         "MB sent": "3.0 ± 0.0",
     }
     assert cells(bytes_table(group(runs)), "fedavg + gma") == {
@@ -572,14 +573,14 @@ def test_costs_and_agreement_leave_out_what_is_not_done() -> None:
             record |= {"seconds": {"local": local}, "bytes_sent": 1_000_000, "agreement": local / 100}
     groups = group(runs)
     told = cells(cost_table(groups), "fedavg + gma")
-    assert (told["seeds"], told["local s"], told["s a round"]) == ("2 (of 3)", "8.0 ± 5.7", "2.000 ± 1.414")
+    assert (told["seeds"], told["local s"], told["s per round"]) == ("2 (of 3)", "8.0 ± 5.7", "2.000 ± 1.414")
     assert told["MB sent"] == "4.0 ± 0.0"
     older = cells(bytes_table(groups), "fedavg + gma")
     assert {older[name] for name in older if " up" in name or " down" in name} == {"-"}
     assert cells(agreement_table(groups), "fedavg + gma")["agreement"] == "0.020 ± 0.014"
     assert costs.seconds(groups[0]) == {"local": 2.0}, "in the picture too"
     for table in (cost_table(groups), agreement_table(groups)):
-        assert "1 run is not done: left out of the means, unless no run of the group is done." in table.notes
+        assert "Not done: 1 run, left out of the means unless no run of the group is done." in table.notes
 
 
 def test_the_configuration_has_what_differs_and_what_is_shared() -> None:

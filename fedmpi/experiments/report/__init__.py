@@ -1,9 +1,10 @@
-"""The report: a page, its pictures and its tables from run folders.
+"""The report: one page about run folders, with its figures and tables as files.
 
-    results, arms        the tables; AVG beside GMA
-    departures           in what runs differ from the recipe whose published numbers they are compared with
-    figures/, arrange    pictures, and who gets which panel and look
+    results, pairs       the tables; plain against masked averaging
+    departures           how runs differ from the recipe of published numbers
+    figures/, layout     figures; panels, labels and styles of the groups
     sections/            the parts of the page
-    page, sheet, binder  the page, its style, its folder
-    command              what puts these together
+    page, page.html      the page
+    output               its folder
+    command              `fedmpi report`
 """

@@ -1,9 +1,9 @@
-"""`fedmpi report RUNS... --out DIR`: one page about runs, and its pictures and tables as files.
+"""`fedmpi report RUNS... --out DIR`: one page about runs, and its figures and tables as files.
 
-    index.html                     the page, which needs nothing beside it
-    figures/NAME.png, NAME.svg     its pictures
+    index.html                     the page, which loads no other file
+    figures/NAME.png, NAME.svg     its figures
     tables/NAME.csv, .md, .tex     its tables
-    report.json                    what belongs to the report, so that the next one may take its place
+    report.json                    the list of these files, so that the next report can replace them
 
 Everything is made before anything is written, and the same runs give the same bytes.
 """
@@ -15,88 +15,101 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from ... import __version__
 from ...errors import UserError, unknown
 from ...plugins.knobs import check_bounds, knob
 from ...runs.folder import STARTS, read_json
 from ...runs.options import filled, make_parser
-from ...runs.schema import Environment, Start, read, records
+from ...runs.schema import WHOLE, Environment, Start, fault, read, records
 from ..runs import SWEEP, Group, Run, find_runs, group, pairing, read_sweep_record
 from ..sweep.pick import CHOSEN
 from ..tables import FORMS
-from .arrange import arrange
-from .binder import Files, bind, check_place
-from .figures.style import NARROW, Picture, render
-from .page import Absent, Drawn, Fold, Items, Named, Part, Section, page
-from .sections import agreement, beside, comparing, costs, labels, learning, membership, published, reaching, setup
+from .figures.style import Picture, render
+from .layout import place
+from .output import Files, check_output, write_report
+from .page import Absent, Fold, Items, Named, Part, Section, make_page
+from .sections import agreement, comparing, costs, gaps, labels, learning, membership, published, reaching, setup
 from .sections.material import Material
 
-ABOUT = "One page about runs with pictures and tables, which are also written as files."
+ABOUT = "Write one page about runs, with figures and tables that are also written as files."
 KINDS = ("png", "svg", "pdf")
 WRITTEN = ("csv", "md", "tex")
 
 
 @dataclass(frozen=True)
 class Options:
-    """How a report is made."""
+    """Options of a report."""
 
     out: str = "report"
-    """folder that the report is written to; an earlier report in it is replaced"""
+    """output folder; an earlier report in it is replaced"""
     title: str | None = None
-    """heading of the page; null: what the sweep says of itself, or how many runs there are"""
+    """heading of the page; null: the name of the sweep, or the number of runs"""
     smooth: int = knob(1, low=1, high=100_000)
     """scored rounds over which curves are averaged; 1: none"""
     formats: str = "png,svg"
-    """how pictures are written beside the page, a comma between them: png, svg, pdf or none"""
+    """file formats of the figures, separated by commas: png, svg, pdf or none"""
 
 
 @dataclass(frozen=True)
-class Asked(Options):
-    """What `report` is asked for."""
+class ReportOptions(Options):
+    """Options and arguments of a report."""
 
     runs: list[str] = field(default_factory=list)
     reach: list[float] = field(default_factory=list)
 
 
+class Tried(TypedDict):
+    """A choice that a sweep tried."""
+
+    labels: dict[str, Any]
+    value: float | None
+
+
+class Chosen(TypedDict):
+    """What a sweep chose for one combination of its other axes, as in chosen.json."""
+
+    cell: dict[str, Any]
+    best: dict[str, Any]
+    tried: list[Tried]
+
+
 def main(arguments: list[str]) -> int:
-    """Write one report; returns the exit code."""
-    asked = parse(arguments)
-    out = Path(asked.out).expanduser()
-    check_place(out)
-    runs = find_runs([Path(name).expanduser() for name in asked.runs])
-    files, warnings = make(runs, asked, shlex.join(["fedmpi", "report", *arguments]))
-    bind(out, files)
-    count = sum(name.startswith("figures/") for name in files)
-    tables = len(files) - count - 1
-    print(f"wrote {out / 'index.html'}: {many(len(runs), 'run')}, {count} files of pictures and {tables} of tables")
+    """Write a report and return the exit code."""
+    options = parse(arguments)
+    out = Path(options.out).expanduser()
+    check_output(out)
+    runs = find_runs([Path(name).expanduser() for name in options.runs])
+    files, warnings = make(runs, options, shlex.join(["fedmpi", "report", *arguments]))
+    write_report(out, files)
+    figures = sum(name.startswith("figures/") for name in files)
+    tables = len(files) - figures - 1
+    print(f"wrote {out / 'index.html'}: {plural(len(runs), 'run')}, {figures} files of figures and {tables} of tables")
     for text in warnings:
         print(text)
     return 0
 
 
-def parse(arguments: list[str]) -> Asked:
-    """What the command line asks for, checked."""
+def parse(arguments: list[str]) -> ReportOptions:
+    """Parse and check the command line."""
     parser = make_parser("fedmpi report", ABOUT, Options)
     parser.add_argument("runs", nargs="*", metavar="RUN", help="run folder, sweep folder, or folder with runs in it")
-    words = "values of the test metric (0.8 for 80 percent) to count the rounds to; none: those of the sweep, or chosen"
-    parser.add_argument("--reach", nargs="+", type=float, default=[], metavar="VALUE", help=words)
-    asked = filled(parser, Asked, lambda: parser.parse_args(arguments))
-    check_bounds(asked, prefix="")
-    if not asked.runs:
+    text = "values of the test metric (0.8 for 80 percent) to count the rounds to; none: those of the sweep, or chosen"
+    parser.add_argument("--reach", nargs="+", type=float, default=[], metavar="VALUE", help=text)
+    options = filled(parser, ReportOptions, lambda: parser.parse_args(arguments))
+    check_bounds(options, prefix="")
+    if not options.runs:
         raise UserError("report was given no run; name run folders or a sweep's: fedmpi report RUN [RUN ...] --out DIR")
-    for value in asked.reach:
+    for value in options.reach:
         if not reaching.LEAST <= value < reaching.MOST:
-            raise UserError(
-                f"--reach is {value:g}; it must be in [0.0001, 1000000), such as 0.8 for an accuracy of 80%"
-            )
-    kinds(asked.formats)
-    return asked
+            raise UserError(f"--reach is {value:g}; it must be in [0.0001, 1000000), such as 0.8 for 80% accuracy")
+    kinds(options.formats)
+    return options
 
 
 def kinds(formats: str) -> list[str]:
-    """The formats in a comma-separated list."""
+    """Return the formats in a comma-separated list."""
     wanted = [word.strip() for word in formats.split(",") if word.strip() not in ("", "none")]
     for word in wanted:
         if word not in KINDS:
@@ -104,119 +117,95 @@ def kinds(formats: str) -> list[str]:
     return list(dict.fromkeys(wanted))
 
 
-def make(runs: Sequence[Run], asked: Asked, command: str) -> tuple[Files, list[str]]:
-    """Return the files of a report by their names, and what a reader of the terminal must know of them."""
+def make(runs: Sequence[Run], options: ReportOptions, command: str) -> tuple[Files, list[str]]:
+    """Return the files of a report by name, and warnings to print."""
     sweep = common_sweep(runs)
     cells = chosen_cells(runs[0].sweep) if sweep else []
     groups = [one for one in group(list(runs)) if not cells or is_chosen(one, cells)]
     shown = [run for one in groups for run in (*one.runs, *one.repeats)]
-    groups = group(shown)  # anew: what tells the chosen apart
-    material = Material(shown, arrange(groups), sweep, targets(asked, sweep, shown), asked.smooth)
-    sections = gathered([*([setup.choice(cells, runs)] if cells else []), *contents(material)])
+    groups = group(shown)  # again: chosen runs may be separated by fewer knobs
+    material = Material(shown, place(groups), sweep, targets(options, sweep, shown), options.smooth)
+    sections = gather([*([setup.choice(cells, runs)] if cells else []), *contents(material)])
     files: Files = {}
     warnings: list[str] = []
-    drawn: dict[str, Drawn] = {}
-    for part in flat(sections):
+    drawn: dict[str, str] = {}
+    formats = kinds(options.formats)
+    for part in flat(part for section in sections for part in section.parts):
         if isinstance(part, Picture):
-            wide = render(part, dict.fromkeys(["svg", *kinds(asked.formats)]))
-            narrow = render(part, ["svg"], NARROW)
-            drawn[part.name] = Drawn(wide["svg"].decode(), narrow["svg"].decode())
-            files |= {f"figures/{part.name}.{kind}": wide[kind] for kind in kinds(asked.formats)}
+            made = render(part, dict.fromkeys(["svg", *formats]))
+            drawn[part.name] = made["svg"].decode()
+            files |= {f"figures/{part.name}.{kind}": made[kind] for kind in formats}
         if isinstance(part, Named):
             files |= {f"tables/{part.name}.{kind}": FORMS[kind](part.table).encode() for kind in WRITTEN}
-            warnings += [f"{part.name}: {text}" for text in published.differing(part.table)]
+            warnings += [f"{part.name}: {text}" for text in published.departure_notes(part.table)]
     sections.append(setup.source(material, command, list(files)))
-    files["index.html"] = page(
-        asked.title or heading(shown, sweep), lead(sweep), facts(shown, groups), sections, drawn
-    ).encode()
+    title = options.title or heading(shown, sweep)
+    files["index.html"] = make_page(title, lead(sweep), facts(shown, groups), sections, drawn).encode()
     return files, warnings
 
 
-def targets(asked: Asked, sweep: Mapping[str, Any], runs: Sequence[Run]) -> list[float]:
-    """The values to count the rounds to: what is asked for, or else what the sweep says; empty where neither does. A
-    `UserError` for percents."""
-    said = sweep.get("reach") if isinstance(sweep.get("reach"), list) else []
-    named, values = ("--reach", asked.reach) if asked.reach else (f"reach in {SWEEP}", numbers(said))
+def targets(options: ReportOptions, sweep: Mapping[str, Any], runs: Sequence[Run]) -> list[float]:
+    """Return the values to count the rounds to: of --reach, or else of the sweep. Raise a `UserError` for percents."""
+    listed = sweep.get("reach") if isinstance(sweep.get("reach"), list) else []
+    numbers = [float(one) for one in listed or [] if isinstance(one, int | float) and not isinstance(one, bool)]
+    name, values = ("--reach", options.reach) if options.reach else (f"reach in {SWEEP}", numbers)
     for value in values:
         if value > 1 and all(run.metric == "accuracy" for run in runs):
-            raise UserError(f"{named} is {value:g}; an accuracy is at most 1: write {value / 100:g} for {value:g}%")
+            raise UserError(f"{name} is {value:g}; an accuracy is at most 1: write {value / 100:g} for {value:g}%")
     return values
 
 
-def numbers(said: Any) -> list[float]:
-    return [float(value) for value in said if isinstance(value, int | float) and not isinstance(value, bool)]
-
-
 def contents(material: Material) -> list[Section]:
-    """The sections that are made from the runs, in the order of the page."""
+    """Return the sections made from the runs, in the order of the page."""
     return [
         comparing.summary(material),
         learning.section(material),
         comparing.masks(material),
         published.section(material),
         reaching.section(material),
-        agreement.layers(material),
-        agreement.share(material),
-        beside.clients(material),
-        beside.gap(material),
+        agreement.section(material),
+        gaps.clients(material),
+        gaps.gap(material),
         membership.section(material),
+        learning.further(material),
         labels.section(material),
         costs.section(material),
         setup.configuration(material),
     ]
 
 
-def gathered(sections: Sequence[Section]) -> list[Section]:
-    """The sections that have something to show, and behind them one that says what the others lack."""
+def gather(sections: Sequence[Section]) -> list[Section]:
+    """Return the sections with content, and one that lists what the others lack."""
     empty = [one for one in sections if all(isinstance(part, Absent) for part in one.parts)]
     texts = [f"{one.title}: {part.text}" for one in empty for part in one.parts if isinstance(part, Absent)]
     rest = [one for one in sections if one not in empty]
-    return [*rest, Section("missing", "What is not here", [Items(texts)])] if texts else rest
+    return [*rest, Section("missing", "Not measured", [Items(texts)])] if texts else rest
 
 
-def flat(sections: Sequence[Section]) -> Iterator[Part]:
-    """All parts of sections, those that are folded away too."""
-
-    def inside(parts: Sequence[Part]) -> Iterator[Part]:
-        for part in parts:
-            yield from inside(part.parts) if isinstance(part, Fold) else [part]
-
-    for section in sections:
-        yield from inside(section.parts)
+def flat(parts: Iterator[Part]) -> Iterator[Part]:
+    """Yield all parts, folded ones too."""
+    for part in parts:
+        yield from flat(iter(part.parts)) if isinstance(part, Fold) else [part]
 
 
-# What the runs belong to
+# The sweep of the runs
 
 
 def common_sweep(runs: Sequence[Run]) -> dict[str, Any]:
-    """The record of the sweep that all runs belong to; empty where there is none."""
+    """Return the record of the sweep that all runs belong to; empty if there is none."""
     sweeps = {run.sweep for run in runs}
     home = sweeps.pop()
     return read_sweep_record(home) if home is not None and not sweeps else {}
 
 
 def chosen_cells(home: Path | None) -> list[dict[str, Any]]:
-    """What a sweep has chosen, cell by cell; empty where it chooses nothing, or has not come so far."""
+    """Return what a sweep has chosen; empty if it chooses nothing, or not yet."""
     cells = read_json(home / CHOSEN).get("cells") if home is not None else None
-    if not isinstance(cells, list):
-        return []
-    return cells if all(map(is_cell, cells)) else []
-
-
-def is_cell(cell: Any) -> bool:
-    """Whether it is a choice as the sweep writes it, and one that could be made."""
-    parts = [cell.get("cell"), cell.get("best")] if isinstance(cell, dict) else [None]
-    tried = cell.get("tried") if isinstance(cell, dict) else None
-    labels = (
-        [one.get("labels") if isinstance(one, dict) else None for one in tried] if isinstance(tried, list) else [None]
-    )
-    values = [one.get("value") for one in tried] if isinstance(tried, list) and None not in labels else []
-    whole = all(isinstance(part, dict) for part in [*parts, *labels])
-    return whole and all(value is None or isinstance(value, int | float) for value in values)
+    return cells if isinstance(cells, list) and not fault(cells, list[Chosen], WHOLE) else []
 
 
 def is_chosen(one: Group, cells: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a group has the labels that were chosen in its cell."""
+    """Return whether a group has the labels that were chosen in its cell."""
     labels = one.first.labels.items()
     return any(cell["cell"].items() <= labels and cell["best"].items() <= labels for cell in cells)
 
@@ -225,22 +214,21 @@ def is_chosen(one: Group, cells: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def heading(runs: Sequence[Run], sweep: Mapping[str, Any]) -> str:
-    """What the page is about."""
+    """Return the default title."""
     whole = bool(sweep) and len(runs) >= len(sweep["runs"])
     of = f" of the sweep {sweep.get('name')}" if sweep.get("name") else ""
-    return f"Report{of}" if whole and of else f"Report of {many(len(runs), 'run')}{of}"
+    return f"Report{of}" if whole and of else f"Report of {plural(len(runs), 'run')}{of}"
 
 
 def lead(sweep: Mapping[str, Any]) -> str:
-    """What this is, in a sentence."""
-    made = f"Federated learning with fedmpi {__version__}: what runs came to, and what that allows to say."
-    return f"{str(sweep.get('about') or '').rstrip('.')}. {made}".removeprefix(". ")
+    """Return the sweep's description and the version."""
+    about = str(sweep.get("about") or "").rstrip(".")
+    return f"{about + '. ' if about else ''}Federated learning with fedmpi {__version__}."
 
 
 def facts(runs: Sequence[Run], groups: Sequence[Group]) -> list[tuple[str, str]]:
-    """What was run, when and with what."""
+    """Return what was run, when and with which versions."""
     seeds = sorted({run.seed for run in runs})
-    done = sum(run.done for run in runs)
     environments = [read(run.folder / "environment.json", Environment) or {} for run in runs]
     versions = [found["versions"] for found in environments if "versions" in found]
     software = [
@@ -249,36 +237,32 @@ def facts(runs: Sequence[Run], groups: Sequence[Group]) -> list[tuple[str, str]]
         if (used := sorted({str(one[name]) for one in versions if one.get(name)}))
     ]
     ranks = sorted({found["size"] for found in environments if "size" in found})
-    told = [
-        ("Runs", f"{many(len(runs), 'run')} in {many(len(groups), 'group')}, {done} done"),
+    done = sum(run.done for run in runs)
+    found = [
+        ("Runs", f"{plural(len(runs), 'run')} in {plural(len(groups), 'group')}, {done} done"),
         ("Seeds", ", ".join(map(str, seeds)) if len(seeds) <= 12 else f"{len(seeds)}: {seeds[0]} to {seeds[-1]}"),
-        ("Data", listed(runs, "data")),
-        ("Model", listed(runs, "model")),
+        ("Data", values_of(runs, "data")),
+        ("Model", values_of(runs, "model")),
         ("Algorithms", "; ".join(dict.fromkeys(pairing({}, run.config, taus=True) for run in runs))),
         ("Ranks", ", ".join(map(str, ranks))),
         ("Versions", "; ".join(software)),
         ("Dates", dates(runs)),
     ]
-    return [(name, value) for name, value in told if value]
+    return [(name, value) for name, value in found if value]
 
 
-def listed(runs: Sequence[Run], name: str) -> str:
-    """The values of a knob in the runs."""
+def values_of(runs: Sequence[Run], name: str) -> str:
+    """Return the values of a knob in the runs."""
     return ", ".join(dict.fromkeys(str(run.config[name]) for run in runs if run.config.get(name) is not None))
 
 
 def dates(runs: Sequence[Run]) -> str:
-    """The days on which runs were started, by universal time."""
+    """Return the first and the last day on which runs were started, in UTC."""
     times = [start.get("time") for run in runs for start in records(run.folder / STARTS, Start)]
-    days = sorted(
-        {
-            datetime.fromtimestamp(time, timezone.utc).date().isoformat()
-            for time in times
-            if isinstance(time, int | float) and 0 < time < 1e11
-        }
-    )
+    sound = [time for time in times if isinstance(time, int | float) and 0 < time < 1e11]
+    days = sorted(datetime.fromtimestamp(time, timezone.utc).date().isoformat() for time in sound)
     return " to ".join(dict.fromkeys([days[0], days[-1]])) if days else ""
 
 
-def many(count: int, what: str) -> str:
-    return f"{count} {what}{'s' * (count != 1)}"
+def plural(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"

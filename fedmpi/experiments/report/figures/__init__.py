@@ -1,1 +1,1 @@
-"""The pictures of a report, from plain records: curves, rows of marks, heat maps. None of them knows of runs."""
+"""The figures of a report, drawn from plain values: curves, rows of marks, heat maps, splits. None knows of runs."""

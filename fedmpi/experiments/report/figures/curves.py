@@ -6,24 +6,24 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from .style import Look, grid, legend, name_axes, panels, put_title
+from .style import Style, grid, legend, name_axes, panels, set_title
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
-HEIGHT, SINGLE, MARKED = 2.3, 3.0, 8  # of a panel, and of one alone; about so many markers a line
-UNLIKE = 3.0  # times that the values of one panel may be those of another, and both share a scale
+HEIGHT, SINGLE = 2.3, 3.0  # of a panel, and of a single one
+MARKED = 8  # markers per line, about
+UNLIKE = 3.0  # panels whose largest values differ by more than this factor do not share a scale
 
 
 @dataclass(frozen=True)
 class Line:
-    """A curve: its mean and, where there are several seeds, a band around it."""
+    """A curve: its mean and, for several seeds, a band around it."""
 
     label: str
-    look: Look
+    style: Style
     x: Sequence[float]
     y: Sequence[float]
     low: Sequence[float] | None = None
@@ -38,42 +38,39 @@ class Panel:
     lines: Sequence[Line]
 
 
-def draw(
-    parts: Sequence[Panel], across: str, down: str, width: float, log: bool = False, ticks: Sequence[float] = ()
-) -> Figure:
-    """Panels of curves over one scale, and a legend for all. `log`: values on a logarithmic scale; `ticks`: so is what
-    they stand against, and these are marked on it."""
+def draw(parts: Sequence[Panel], across: str, down: str, log: bool = False, ticks: Sequence[float] = ()) -> Figure:
+    """Draw panels of curves with one legend. `log`: logarithmic values; `ticks`: a logarithmic x axis with these."""
     single = len(parts) == 1
-    figure, axes = panels(len(parts), width, SINGLE if single else HEIGHT, **sharing(parts))
-    handles: dict[str, object] = {}
-    for part, where in zip(parts, axes, strict=True):
+    figure, axes = panels(len(parts), SINGLE if single else HEIGHT, **shared_scales(parts))
+    handles: dict[str, Line2D] = {}
+    for part, one in zip(parts, axes, strict=True):
         for number, line in enumerate(part.lines):
-            handles.setdefault(line.label, draw_line(where, line, number / max(1, len(part.lines))))
-        put_title(where, part.title, width)
-        grid(where)
-    for where in axes:
-        set_scales(where, log, ticks, 10 if single else 5)
+            handles.setdefault(line.label, draw_line(one, line, number / max(1, len(part.lines))))
+        set_title(one, part.title)
+        grid(one)
+    for one in axes:
+        set_scales(one, log, ticks, 10 if single else 5)
     name_axes(axes, across, down)
-    legend(figure, list(handles.values()), list(handles), width)
+    legend(figure, handles)
     return figure
 
 
-def sharing(parts: Sequence[Panel]) -> dict[str, bool]:
-    """Which scales the panels share."""
+def shared_scales(parts: Sequence[Panel]) -> dict[str, bool]:
+    """Return which scales the panels share."""
     return {
-        "sharex": alike([max(line.x) for line in part.lines] for part in parts),
-        "sharey": alike([max(map(abs, line.y)) for line in part.lines] for part in parts),
+        "sharex": similar(max(max(line.x) for line in part.lines) for part in parts),
+        "sharey": similar(max(max(map(abs, line.y)) for line in part.lines) for part in parts),
     }
 
 
-def alike(ends: Iterable[Sequence[float]]) -> bool:
-    """Whether panels with such values can share a scale, and none of them ends up in a corner of it."""
-    most = [max(values) for values in ends]
+def similar(ends: Iterable[float]) -> bool:
+    """Return whether panels with these largest values can share a scale."""
+    most = list(ends)
     return max(most) <= UNLIKE * min(most)
 
 
 def set_scales(axes: Axes, log: bool, ticks: Sequence[float], most: int) -> None:
-    """Scales and ticks; few of them in small panels, as drawing them takes most of the time."""
+    """Set scales and ticks; few in small panels, as drawing ticks takes most of the time."""
     if log:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")
@@ -88,23 +85,21 @@ def set_scales(axes: Axes, log: bool, ticks: Sequence[float], most: int) -> None
         axes.locator_params(axis="x", integer=True, nbins=most)
 
 
-def draw_line(axes: Axes, line: Line, shift: float) -> object:
-    """One curve; its markers stand a little apart from those of others. Returns what the legend shows."""
-    look = line.look
-    every = max(1, len(line.x) // MARKED)
-    first = min(int(shift * every), max(0, len(line.x) - 1))
+def draw_line(axes: Axes, line: Line, shift: float) -> Line2D:
+    """Draw a curve, its markers shifted against those of the others, and return its handle for the legend."""
+    style, every = line.style, max(1, len(line.x) // MARKED)
     if line.low is not None and line.high is not None:
-        axes.fill_between(line.x, line.low, line.high, color=look.colour, alpha=0.16, linewidth=0)
+        axes.fill_between(line.x, line.low, line.high, color=style.colour, alpha=0.16, linewidth=0)
     (drawn,) = axes.plot(
-        np.asarray(line.x),
-        np.asarray(line.y),
-        color=look.colour,
-        linestyle=look.dash,
+        list(line.x),
+        list(line.y),
+        color=style.colour,
+        linestyle=style.dash,
         linewidth=1.6,
-        marker=look.marker,
+        marker=style.marker,
         markersize=4.5,
-        markevery=(first, every),
-        markerfacecolor=look.face,
+        markevery=(min(int(shift * every), max(0, len(line.x) - 1)), every),
+        markerfacecolor=style.face,
         markeredgewidth=1.1,
     )
     return drawn

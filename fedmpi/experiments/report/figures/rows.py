@@ -1,7 +1,4 @@
-"""Pictures of rows: a name above each row, and its values along a common scale.
-
-The names stand inside the picture, above what they name, so that they have its whole width and none is cut on a phone.
-"""
+"""Figures of rows: a name above each row, and its values along a common scale."""
 
 from __future__ import annotations
 
@@ -9,22 +6,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .style import COLOURS, FAINT, HATCHES, INK, NARROW, PAPER, Look, grid, legend, short
+from .style import COLOURS, FAINT, HATCHES, INK, PAPER, WIDTH, Style, grid, legend, shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-ROW, MARGIN, NAME = 0.46, 0.85, 0.36  # heights of a row and of what is around them; how far above a row its name is
-LETTERS, NOTED = 12.5, 0.67  # letters of a name in an inch; the most of a line that its note takes
+ROW, MARGIN, NAME = 0.46, 0.85, 0.36  # heights of a row and of the margins; distance of a name above its row
+LETTERS, NOTED = 12.5, 0.67  # letters of a name per inch; largest share of a line for its note
+DOTTED: dict[str, Any] = {"color": FAINT, "linewidth": 1, "linestyle": (0, (2, 2)), "zorder": 0}
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A value with what is known of its spread: an interval, and the values of the seeds."""
+    """A value with its interval and the values of the seeds, where known."""
 
     label: str
-    look: Look
+    style: Style
     value: float | None
     low: float | None = None
     high: float | None = None
@@ -33,17 +31,16 @@ class Mark:
 
 @dataclass(frozen=True)
 class Row:
-    """Values that stand on one line."""
+    """Values on one line, and a note at its end."""
 
     label: str
-    marks: Sequence[Mark]
+    marks: Sequence[Mark] = ()
     note: str = ""
-    """said at the end of the line with its name"""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two values and their difference, second less first, with its interval where there is one."""
+    """Two values and their difference, second minus first, with its interval if known."""
 
     row: Row
     difference: float
@@ -51,93 +48,62 @@ class Pair:
     high: float | None
 
 
-@dataclass(frozen=True)
-class Stack:
-    """A bar that is made of pieces."""
-
-    label: str
-    pieces: Sequence[float]
-
-
-def figure_of(rows: int, width: float) -> Figure:
-    """A figure that is high enough for so many rows."""
+def new_figure(rows: int) -> Figure:
+    """Return a figure with the height of so many rows."""
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, rows * ROW + MARGIN), layout="constrained")
+    return Figure(figsize=(WIDTH, rows * ROW + MARGIN), layout="constrained")
 
 
-def draw(rows: Sequence[Row], across: str, width: float, line: float | None = None, whole: bool = False) -> Figure:
-    """Rows of marks along one scale, which has `whole` numbers; a thin upright line where `line` is."""
-    figure = figure_of(len(rows), width)
+def draw(rows: Sequence[Row], across: str, line: float | None = None, whole: bool = False) -> Figure:
+    """Draw rows of marks along one scale, with a vertical line at `line`. `whole`: the scale has whole numbers."""
+    figure = new_figure(len(rows))
     axes = figure.subplots()
-    handles = put_rows(axes, rows, width)
+    handles = draw_rows(axes, rows, WIDTH)
     if line is not None:
-        axes.axvline(line, color=FAINT, linewidth=1, linestyle=(0, (2, 2)), zorder=0)
+        axes.axvline(line, **DOTTED)
     low, high = axes.get_xlim()
     if whole and high - low < 2:
         axes.set_xlim(low - 1, high + 1)  # so that there are whole numbers to mark
     axes.locator_params(axis="x", integer=whole)
     axes.set_xlabel(across)
-    legend(figure, list(handles.values()), list(handles), width)
+    legend(figure, handles)
     return figure
 
 
-def draw_pairs(pairs: Sequence[Pair], across: str, width: float) -> Figure:
-    """On the left both values and those of their seeds, on the right the difference with its interval; below each other
-    where the page is narrow."""
-    narrow = width <= NARROW
-    if narrow:
-        figure = figure_of(2 * len(pairs) + 2, width)
-        left, right = figure.subplots(2, 1)
-    else:
-        figure = figure_of(len(pairs), width)
-        left, right = figure.subplots(1, 2, width_ratios=(1.5, 1))
-    handles = put_rows(left, [pair.row for pair in pairs], width if narrow else 0.58 * width, joined=True)
-    names = [Row(pair.row.label if narrow else "", ()) for pair in pairs]
-    put_rows(right, names, width if narrow else 0.38 * width)
+def draw_pairs(pairs: Sequence[Pair], across: str) -> Figure:
+    """Draw both values and those of their seeds on the left, the difference with its interval on the right."""
+    figure = new_figure(len(pairs))
+    left, right = figure.subplots(1, 2, width_ratios=(1.5, 1))
+    handles = draw_rows(left, [pair.row for pair in pairs], 0.58 * WIDTH, joined=True)
+    draw_rows(right, [Row("") for _ in pairs], 0.38 * WIDTH)
     for at, pair in enumerate(pairs):
-        put_spread(right, at, pair.low, pair.high, INK)
+        draw_interval(right, at, pair.low, pair.high, INK)
         right.plot([pair.difference], [at], marker="D", markersize=5, color=INK, linestyle="none")
-    right.axvline(0, color=FAINT, linewidth=1, linestyle=(0, (2, 2)), zorder=0)
+    right.axvline(0, **DOTTED)
     reach = max((abs(v) for pair in pairs for v in (pair.low, pair.high, pair.difference) if v is not None), default=1)
-    right.set_xlim(-1.15 * (reach or 1), 1.15 * (reach or 1))  # zero in the middle, so that sides can be compared
+    right.set_xlim(-1.15 * (reach or 1), 1.15 * (reach or 1))  # zero in the middle
     left.set_xlabel(across)
-    right.set_xlabel("difference, with its interval")
-    legend(figure, list(handles.values()), list(handles), width)
+    right.set_xlabel("difference with 95% interval")
+    legend(figure, handles)
     return figure
 
 
-def put_rows(axes: Axes, rows: Sequence[Row], width: float, joined: bool = False) -> dict[str, Any]:
-    """Draw rows from above down; returns what the legend shows of each label."""
+def draw_rows(axes: Axes, rows: Sequence[Row], width: float, joined: bool = False) -> dict[str, Any]:
+    """Draw rows from top to bottom and return the legend's handles by label."""
     handles: dict[str, Any] = {}
-    room = int(width * LETTERS)
+    room, place = int(width * LETTERS), axes.get_yaxis_transform()
     for at, row in enumerate(rows):
-        note = short(row.note, int(NOTED * room))
-        name = short(row.label, room - (len(note) + 3) * bool(note))
-        axes.text(0.0, at - NAME, name, transform=axes.get_yaxis_transform(), va="center", fontsize=8.5, color=INK)
-        known = [(mark, mark.value) for mark in row.marks if mark.value is not None]
+        note = shortened(row.note, int(NOTED * room))
+        name = shortened(row.label, room - (len(note) + 3 if note else 0))
+        axes.text(0.0, at - NAME, name, transform=place, va="center", fontsize=8.5, color=INK)
+        axes.text(1.0, at - NAME, note, transform=place, ha="right", va="center", fontsize=8, color=FAINT)
+        known = [mark.value for mark in row.marks if mark.value is not None]
         if joined and known:
-            ends = [value for _, value in known]
-            axes.plot([min(ends), max(ends)], [at, at], color=FAINT, linewidth=1, zorder=1)
-        for mark, middle in known:
-            put_spread(axes, at, mark.low, mark.high, mark.look.colour)
-            for value in mark.seeds:
-                axes.plot([value], [at], marker="|", markersize=7, color=mark.look.colour, alpha=0.7, linestyle="none")
-            (drawn,) = axes.plot(
-                [middle],
-                [at],
-                marker=mark.look.marker,
-                markersize=6.5,
-                markerfacecolor=mark.look.face,
-                markeredgewidth=1.3,
-                color=mark.look.colour,
-                linestyle="none",
-                zorder=3,
-            )
-            handles.setdefault(mark.label, drawn)
-        if note:
-            place = axes.get_yaxis_transform()
-            axes.text(1.0, at - NAME, note, transform=place, ha="right", va="center", fontsize=8, color=FAINT)
+            axes.plot([min(known), max(known)], [at, at], color=FAINT, linewidth=1, zorder=1)
+        for mark in row.marks:
+            if mark.value is not None:
+                handles.setdefault(mark.label, draw_mark(axes, at, mark, mark.value))
     axes.set_ylim(len(rows) - 0.55, -0.6)
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
@@ -146,34 +112,37 @@ def put_rows(axes: Axes, rows: Sequence[Row], width: float, joined: bool = False
     return handles
 
 
-def put_spread(axes: Axes, at: float, low: float | None, high: float | None, colour: str) -> None:
-    """An interval as a bar across its row."""
+def draw_mark(axes: Axes, at: float, mark: Mark, value: float) -> Any:
+    """Draw a value with its interval and seeds, and return its handle for the legend."""
+    style = mark.style
+    draw_interval(axes, at, mark.low, mark.high, style.colour)
+    for seed in mark.seeds:
+        axes.plot([seed], [at], marker="|", markersize=7, color=style.colour, alpha=0.7, linestyle="none")
+    shape: dict[str, Any] = {"marker": style.marker, "markersize": 6.5, "markerfacecolor": style.face}
+    (drawn,) = axes.plot([value], [at], color=style.colour, linestyle="none", markeredgewidth=1.3, zorder=3, **shape)
+    return drawn
+
+
+def draw_interval(axes: Axes, at: float, low: float | None, high: float | None, colour: str) -> None:
+    """Draw an interval as a bar along its row."""
     if low is not None and high is not None:
         axes.plot([low, high], [at, at], color=colour, linewidth=2.2, alpha=0.55, solid_capstyle="butt", zorder=2)
 
 
-def draw_stacks(stacks: Sequence[Stack], names: Sequence[str], across: str, width: float) -> Figure:
-    """A bar a row, its pieces told apart by colours and hatches."""
-    figure = figure_of(len(stacks), width)
+def draw_stacks(stacks: Sequence[tuple[str, Sequence[float]]], names: Sequence[str], across: str) -> Figure:
+    """Draw one bar per (label, lengths), its parts distinguished by colour and hatching."""
+    figure = new_figure(len(stacks))
     axes = figure.subplots()
-    put_rows(axes, [Row(stack.label, ()) for stack in stacks], width)
+    draw_rows(axes, [Row(label) for label, _ in stacks], WIDTH)
     handles: dict[str, Any] = {}
-    for at, stack in enumerate(stacks):
+    for at, (_, lengths) in enumerate(stacks):
         left = 0.0
-        for number, (name, piece) in enumerate(zip(names, stack.pieces, strict=True)):
-            bar = axes.barh(
-                at,
-                piece,
-                left=left,
-                height=0.34,
-                color=COLOURS[number % len(COLOURS)],
-                hatch=HATCHES[number % len(HATCHES)],
-                edgecolor=PAPER,
-                linewidth=0.6,
-            )
+        for number, (name, length) in enumerate(zip(names, lengths, strict=True)):
+            fill: dict[str, Any] = {"color": COLOURS[number % len(COLOURS)], "hatch": HATCHES[number % len(HATCHES)]}
+            bar = axes.barh(at, length, left=left, height=0.34, edgecolor=PAPER, linewidth=0.6, **fill)
             handles.setdefault(name, bar)
-            left += piece
+            left += length
     axes.set_xlim(left=0)
     axes.set_xlabel(across)
-    legend(figure, list(handles.values()), list(handles), width)
+    legend(figure, handles)
     return figure

@@ -1,8 +1,8 @@
-"""The picture of a split: on its left who has how much of which class, on its right some samples of some clients as a
-model sees them, then some of the test set.
+"""The picture of a split: the samples per client and class on the left, and on the right some samples of some clients
+and of the test set as a model sees them.
 
-Classes are told apart by numbers as well as by colours, and amounts by how dark they are, so that it can be read in
-black and white. Lengths are in inches.
+Classes differ in their numbers as well as in colours, amounts in lightness: it can be read in black and white. Lengths
+are in inches.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from torch import Tensor
 
 from ....data import Ints
 from ....errors import UserError
+from .style import FAINT, INK, WIDTH
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
 
-BARS, COLOURED = 40, 20  # most clients and classes that are shown as bars; more are a heat map
+BARS, COLOURED = 40, 20  # most clients and classes shown as bars; more become a heat map
 PALETTE = "#332288 #88ccee #117733 #ddcc77 #cc6677 #44aa99 #882255 #999933 #aa4499 #dddddd".split()
-"""colours that people with any colour vision can tell apart"""
-INK, FAINT, PLAIN = "#222222", "#777777", "#557799"
+"""distinct for any colour vision"""
+PLAIN = "#557799"
 LEFT, GAP, TILE, BAR, LINE, MARGIN, TITLE = 5.5, 0.2, 0.6, 0.2, 0.135, 1.2, 0.3
 DPI = 150
 
@@ -37,20 +38,20 @@ class Row(NamedTuple):
 
 
 class View(NamedTuple):
-    """What a picture shows."""
+    """The content of a picture."""
 
     title: str
     counts: Ints
-    """[clients, classes]: samples, of the first clients; one column where there are no classes"""
+    """[clients, classes]: samples of the first clients; one column if there are no classes"""
     clients: int
     labelled: bool
     """whether there are classes"""
     rows: list[Row]
-    """samples of the first clients, then of the test set; none where they are neither images nor text"""
+    """samples of the first clients, then of the test set; empty for data that are neither images nor text"""
 
 
 def draw(view: View) -> Figure:
-    """The picture of a split."""
+    """Draw the picture of a split."""
     from matplotlib.figure import Figure
 
     text = bool(view.rows) and isinstance(view.rows[0].content, list)
@@ -73,19 +74,31 @@ def draw(view: View) -> Figure:
     return figure
 
 
+def draw_labels(counts: Ints, clients: int, labelled: bool) -> Figure:
+    """Draw the samples per client and class alone: bars for few clients, else shades."""
+    from matplotlib.figure import Figure
+
+    view = View("", counts, clients, labelled, [])
+    height = max(2.0, 1.2 * len(counts) * BAR + 1.0) if as_bars(view) else 4.2
+    figure = Figure(figsize=(0.75 * WIDTH, height), layout="constrained")
+    part = figure.subfigures(1, 1, squeeze=False)[0, 0]
+    (draw_bars if as_bars(view) else draw_heat)(part, view)
+    return figure
+
+
 def as_bars(view: View) -> bool:
-    """Whether there are few enough clients and classes for a bar a client."""
+    """Return whether clients and classes are few enough for one bar per client."""
     return len(view.counts) <= BARS and view.counts.shape[1] <= COLOURED
 
 
 def draw_bars(part: SubFigure, view: View) -> None:
-    """A bar a client, of a piece a class; pieces that are wide enough have their class written in."""
+    """Draw one bar per client with one piece per class; wide pieces contain the number of their class."""
     axes = part.subplots()
     clients, classes = view.counts.shape
     sizes, ends = view.counts.sum(axis=1), view.counts.cumsum(axis=1)
     for c in range(classes):
         pieces, colour = view.counts[:, c], PALETTE[c % len(PALETTE)] if view.labelled else PLAIN
-        box = {"facecolor": colour, "edgecolor": "none", "pad": 0.6}  # keeps the hatching off the number
+        box = {"facecolor": colour, "edgecolor": "none", "pad": 0.6}  # no hatching behind the number
         axes.barh(
             range(clients),
             pieces,
@@ -107,30 +120,21 @@ def draw_bars(part: SubFigure, view: View) -> None:
     axes.set_ylim(clients - 0.4, -0.6)
     axes.set_yticks(range(0, clients, 1 if clients <= 20 else 2))
     axes.set_xlabel("samples (the number inside a bar is the class)" if view.labelled else "samples")
-    if view.labelled:  # for the pieces that are too narrow for a number
-        axes.legend(
-            loc="lower right",
-            bbox_to_anchor=(1, 1),
-            borderaxespad=0.2,
-            frameon=False,
-            fontsize=7,
-            ncols=10,
-            handlelength=0.9,
-            handletextpad=0.3,
-            columnspacing=0.8,
-        )
+    if view.labelled:  # for pieces that are too narrow for a number
+        tight = {"borderaxespad": 0.2, "handlelength": 0.9, "handletextpad": 0.3, "columnspacing": 0.8}
+        axes.legend(loc="lower right", bbox_to_anchor=(1, 1), frameon=False, fontsize=7, ncols=10, **tight)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     finish(axes, view, head=True)
 
 
 def ink_on(colour: str) -> str:
-    """What can be read on a colour."""
+    """Return the text colour that is readable on a colour."""
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return INK if 0.3 * red + 0.59 * green + 0.11 * blue > 140 else "white"
 
 
 def draw_heat(part: SubFigure, view: View) -> None:
-    """A line a client, darker where it has more of a class; beside it, or alone where there are none, the sizes."""
+    """Draw one line per client, darker for more of a class, and its size; without classes the sizes alone."""
     if view.labelled:
         axes, side = part.subplots(1, 2, sharey=True, width_ratios=(3.6, 1))
         draw_shades(part, axes, view.counts)
@@ -138,7 +142,7 @@ def draw_heat(part: SubFigure, view: View) -> None:
     else:
         axes = side = part.subplots()
     clients, sizes = len(view.counts), view.counts.sum(axis=1)
-    side.barh(range(clients), sizes, height=1.0, color=PLAIN)
+    side.barh(range(clients), sizes, height=1.0, color=PLAIN, antialiased=False)  # no light between the bars
     side.set_xlim(0, 1.05 * sizes.max())
     side.set_xlabel("samples")
     side.locator_params(axis="x", nbins=2 if view.labelled else 6, integer=True)
@@ -149,17 +153,12 @@ def draw_heat(part: SubFigure, view: View) -> None:
 
 
 def draw_shades(part: SubFigure, axes: Axes, counts: Ints) -> None:
-    """Clients down and classes across, by shades of their samples, and the scale of these below."""
+    """Draw clients down and classes across, shaded by their samples, with the colour bar below."""
     from matplotlib.colors import LogNorm
 
     low, high = int(counts[counts > 0].min()), int(counts.max())
-    shades = axes.imshow(
-        np.ma.masked_equal(counts, 0),  # left white
-        aspect="auto",
-        interpolation="nearest",
-        cmap="YlGnBu",
-        norm=LogNorm(low / 2, high),
-    )
+    present = np.ma.masked_equal(counts, 0)  # zeros stay white
+    shades = axes.imshow(present, aspect="auto", interpolation="nearest", cmap="YlGnBu", norm=LogNorm(low / 2, high))
     ticks = np.unique(np.geomspace(low, high, 4).round())
     scale = part.colorbar(
         shades, ax=axes, location="bottom", aspect=40, ticks=ticks, format="{x:,.0f}", label="samples (white: none)"
@@ -172,7 +171,7 @@ def draw_shades(part: SubFigure, axes: Axes, counts: Ints) -> None:
 
 
 def finish(axes: Axes, view: View, head: bool = False) -> None:
-    """The edges of a panel of clients, and, where it is the first, what it shows."""
+    """Format the axes of a panel of clients; the first one (`head`) gets the title."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=8)
     if head:
@@ -183,7 +182,7 @@ def finish(axes: Axes, view: View, head: bool = False) -> None:
 
 
 def draw_images(axes: Axes, rows: list[Row]) -> None:
-    """A row of images a client, and, a little apart, one of the test set."""
+    """Draw one row of images per client and, a little apart, one of the test set."""
     some = rows[0].content
     assert isinstance(some, Tensor)
     height, width = some.shape[-2:]
@@ -194,12 +193,12 @@ def draw_images(axes: Axes, rows: list[Row]) -> None:
     canvas = np.full((len(rows) * down + apart, columns * across, 3), 255, dtype=np.uint8)
     middles = []
     for i, row in enumerate(rows):
-        top = i * down + apart * (i == len(rows) - 1)
+        top = i * down + (apart if i == len(rows) - 1 else 0)
         middles.append(top + height / 2)
         for j, image in enumerate(row.content):
             assert isinstance(image, Tensor)
             pixels = image.permute(1, 2, 0).numpy()
-            canvas[top : top + height, j * across : j * across + width] = pixels  # one channel becomes three alike
+            canvas[top : top + height, j * across : j * across + width] = pixels  # one channel becomes three equal ones
     axes.imshow(canvas, interpolation="nearest")
     axes.set_yticks(middles, [row.label for row in rows], fontsize=8)
     axes.set_xticks([])
@@ -210,7 +209,7 @@ def draw_images(axes: Axes, rows: list[Row]) -> None:
 
 
 def draw_texts(axes: Axes, rows: list[Row]) -> None:
-    """Lines of text below the name of each client."""
+    """Draw lines of text below the name of each client."""
     axes.set_axis_off()
     lines = sum(len(row.content) + 1.6 for row in rows)
     axes.set_ylim(lines, 0)
@@ -225,8 +224,8 @@ def draw_texts(axes: Axes, rows: list[Row]) -> None:
 
 
 def save(figure: Figure, out: Path) -> None:
-    """Write a picture."""
+    """Write a picture to a file."""
     try:
-        figure.savefig(out, metadata={"Software": None})  # no version in it: equal splits, equal bytes
+        figure.savefig(out, metadata={"Software": None})  # without a version: equal splits, equal bytes
     except OSError as error:
         raise UserError(f"--out {out} cannot be written ({error.strerror or error}); name another file") from error

@@ -1,2 +1,1 @@
-"""The sections of a report, each made from the runs at hand: what it shows where it was measured, and one sentence
-about what is missing where it was not."""
+"""The sections of a report. Each shows what the runs measured, and says in a sentence what they did not."""

@@ -1,4 +1,4 @@
-"""How well the runs did, and plain averaging beside a mask."""
+"""Results by group, and plain against masked averaging."""
 
 from __future__ import annotations
 
@@ -8,84 +8,80 @@ from dataclasses import replace
 from ...measures import measure
 from ...runs import Group
 from ...stats import ALPHA, Comparison, verdict
-from ..arms import Line, compare_pairs, mask_table, pairs
 from ..figures import rows
 from ..figures.rows import Row
-from ..figures.style import COLOURS, Look, Picture
+from ..figures.style import Picture, numbered_style
 from ..page import Absent, Fold, Items, Named, Part, Section
+from ..pairs import Compared, compare_pairs, find_pairs, mask_table
 from ..results import runs_table, summary_table
-from .material import Material, apart, has_scores, mark, unit
+from .material import Material, by_suffix, mark, unit
 
-PLAIN = Look(COLOURS[0], "solid", "o", filled=False)
-MASKED = Look(COLOURS[1], "solid", "s", filled=True)
-MOST_SAID = 6  # sentences that are not folded away
+MOST_UNFOLDED = 6  # sentences
 
 
 def summary(material: Material) -> Section:
-    """How well every group did."""
+    """Return the results of every group."""
     parts: list[Part] = []
-    for ending, groups in apart(material):
-        if has_scores(groups):
+    for suffix, placed in by_suffix(material.placed).items():
+        groups = [one.group for one in placed]
+        if any(run.series(run.score) for group in groups for run in group.runs):
             every = runs_table(groups)
-            parts.append(Named(f"summary{ending}", summary_table(groups)))
-            parts.append(Fold(f"every run by itself ({len(every.rows)})", [Named(f"runs{ending}", every)]))
-    nothing = Absent("No run has scored a round yet, so there is no result.")
-    return Section("results", "Results", parts or [nothing])
+            parts.append(Named(f"summary{suffix}", summary_table(groups)))
+            parts.append(Fold(f"All {len(every.rows)} runs", [Named(f"runs{suffix}", every)]))
+    return Section("results", "Results", parts or [Absent("No run has scored a round yet.")])
 
 
 def masks(material: Material) -> Section:
-    """AVG beside GMA: what the pairs allow to say, a picture of them, and the tables."""
+    """Return the pairs that differ in the mask: tables, conclusions and a figure."""
     parts: list[Part] = []
-    for ending, groups in apart(material):
-        parts += pair_parts(groups, ending)
-    if not parts:
-        parts.append(Absent("No two groups of scored runs differ in the mask alone, so there is nothing to compare."))
-    return Section("masks", "Plain averaging beside masked averaging", parts)
+    for suffix, placed in by_suffix(material.placed).items():
+        parts += pair_parts([one.group for one in placed], suffix)
+    nothing = Absent("No two groups of scored runs differ in the mask alone.")
+    return Section("masks", "Plain and masked averaging", parts or [nothing])
 
 
-def pair_parts(groups: Sequence[Group], ending: str) -> list[Part]:
-    """The pairs among groups that share a metric, by their best test metric and by that of the last rounds."""
-    lines = [line for line in compare_pairs(pairs(groups), measure("best")) if line.test is not None]
-    if not lines:
+def pair_parts(groups: Sequence[Group], suffix: str) -> list[Part]:
+    """Return the pairs among groups that share a metric, by its best value and by that of the last rounds."""
+    found = compare_pairs(find_pairs(groups), measure("best"))
+    tested = [(one, one.test) for one in found if one.test is not None]
+    if not tested:
         return []
-    said = f"best test {groups[0].metric}"
-    words = Items([sentence(line, line.test, said, len(lines)) for line in lines if line.test is not None])
+    what = f"best test {groups[0].metric}"
+    texts = Items([conclusion(one, test, what, len(tested)) for one, test in tested])
     return [
-        Named(f"masks-best{ending}", mask_table(groups, "best")),
-        words if len(lines) <= MOST_SAID else Fold(f"What each of the {len(lines)} rows allows to say", [words]),
-        picture(lines, said, ending),
-        Named(f"masks-last10{ending}", mask_table(groups, "last10")),
+        Named(f"masks-best{suffix}", mask_table(groups, "best")),
+        texts if len(tested) <= MOST_UNFOLDED else Fold(f"Conclusions for the {len(tested)} rows", [texts]),
+        picture(tested, what, suffix),
+        Named(f"masks-last10{suffix}", mask_table(groups, "last10")),
     ]
 
 
-def sentence(line: Line, test: Comparison, said: str, rows: int) -> str:
-    """Which way the means of a pair differ, and whether that may be chance."""
-    pair, factor = line.pair, unit(line.pair.plain.metric)[1]
-    size = f"{100 * abs(line.gain):.2f} points" if factor == 100 else f"{abs(line.gain):.4g}"
-    way = f"{size} {'better' if line.gain > 0 else 'worse'} with the mask in the mean" if line.gain else "the same"
-    words = verdict(replace(test, p=line.corrected))
-    corrected = f", corrected for {rows} rows" if rows > 1 and f"at {ALPHA:g}" in words else ""
-    return f"{pair.name} against mean: the {said} is {way}; {words}{corrected}."
+def conclusion(one: Compared, test: Comparison, what: str, rows: int) -> str:
+    """Return the difference of a pair's means and whether it may be chance, as a sentence."""
+    percent = unit(one.pair.plain.metric)[1] == 100
+    size = f"{100 * abs(one.gain):.2f} points" if percent else f"{abs(one.gain):.4g}"
+    way = f"{size} {'better' if one.gain > 0 else 'worse'} with the mask on average" if one.gain else "the same"
+    text = verdict(replace(test, p=one.corrected))
+    corrected = f", corrected for {rows} rows" if rows > 1 and f"at {ALPHA:g}" in text else ""
+    return f"{one.pair.name} against mean: the {what} is {way}; {text}{corrected}."
 
 
-def picture(lines: Sequence[Line], said: str, ending: str) -> Picture:
-    """Both arms of each pair with their seeds, and the differences."""
-    label, factor = unit(lines[0].pair.plain.metric)
+def picture(tested: Sequence[tuple[Compared, Comparison]], what: str, suffix: str) -> Picture:
+    """Return both sides of each pair with their seeds, and the differences."""
+    label, factor = unit(tested[0][0].pair.plain.metric)
     drawn = []
-    for line in lines:
-        pair, test = line.pair, line.test
-        assert test is not None, "only pairs that were compared are drawn"
+    for one, test in tested:
         marks = [
-            mark("plain averaging", PLAIN, list(line.plain.values()), factor),
-            mark("with the mask", MASKED, list(line.masked.values()), factor),
+            mark("plain averaging", numbered_style(0, filled=False), list(one.plain.values()), factor),
+            mark("with the mask", numbered_style(1), list(one.masked.values()), factor),
         ]
         low, high = (None if end is None else factor * end for end in (test.low, test.high))
-        drawn.append(rows.Pair(Row(pair.name, marks), factor * test.difference, low, high))
+        drawn.append(rows.Pair(Row(one.pair.name, marks), factor * test.difference, low, high))
     differences = "; ".join(f"{one.row.label}: {one.difference:+.3g}" for one in drawn[:12])
     return Picture(
-        f"masks{ending}",
-        f"Dot plot of the {said} with plain averaging and with a mask, and their differences. {differences}.",
-        f"{said[:1].upper()}{said[1:]}: means, and a stroke for each seed that was compared. The difference is masked "
-        "less plain, with its 95% interval by the t test where there are at least three seeds.",
-        lambda width: rows.draw_pairs(drawn, f"test {label}", width),
+        f"masks{suffix}",
+        f"Dot plot of the {what} with plain averaging and with a mask, and their differences. {differences}.",
+        f"{what[:1].upper()}{what[1:]}: means, with a tick per compared seed. Difference: masked - plain, with its 95% "
+        "interval by the t test for at least three seeds.",
+        lambda: rows.draw_pairs(drawn, f"test {label}"),
     )

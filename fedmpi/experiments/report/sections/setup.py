@@ -1,4 +1,4 @@
-"""What was run: the choice of a sweep, the configuration, where the raw data lie, and how to repeat it."""
+"""What was run: the choice of a sweep, the configuration, the raw data, and the commands that repeat it."""
 
 from __future__ import annotations
 
@@ -11,44 +11,40 @@ from ....runs.folder import CONFIG
 from ...runs import Run
 from ...tables import Cell, Missing, Number, Table, show
 from ..page import Absent, Code, Fold, Items, Named, Part, Section
-from ..results import config_tables
+from ..results import config_tables, runs_text
 from .material import Material
 
-NAMED = 5  # unfinished runs that are named
+MOST_NAMED = 5  # unfinished runs
 
 
 def choice(cells: Sequence[dict[str, Any]], runs: Sequence[Run]) -> Section:
-    """What a sweep has chosen from, with the best highlighted: the rest of the report shows that alone."""
+    """Return what a sweep tried, with the best highlighted; the rest of the report shows the best only."""
     rows: list[list[Cell]] = []
     marked = set()
     for cell in cells:
         masks = dict.fromkeys(run.mask for run in runs if cell["cell"].items() <= run.labels.items())
         others = [str(label) for axis, label in cell["cell"].items() if axis != "mask"]
         for tried in cell["tried"]:
-            value = tried.get("value")
-            if tried["labels"] == cell.get("best"):
+            if tried["labels"] == cell["best"]:
                 marked.add((len(rows), 1))
-            rows.append(
-                [
-                    f"{', '.join(others) or 'all'} + {' and '.join(masks)}",
-                    ", ".join(f"{axis} {label}" for axis, label in tried["labels"].items()),
-                    Missing("not all at their end") if value is None else Number(float(value)),
-                ]
-            )
-    table = Table("What was tried, and what was chosen", ["for", "tried", "value"], rows, align="llr")
-    text = "The sweep searched for the best of some values. All that follows shows the chosen ones alone."
-    return Section("choice", "What was chosen", [text, Named("chosen", table, frozenset(marked))])
+            group = f"{', '.join(others) or 'all'} + {' and '.join(masks)}"
+            labels = ", ".join(f"{axis} {label}" for axis, label in tried["labels"].items())
+            value = tried.get("value")
+            rows.append([group, labels, Missing("not all done") if value is None else Number(float(value))])
+    table = Table("Tried and chosen values", ["for", "tried", "value"], rows, align="llr")
+    text = "The sweep searched for the best of some values. All other sections show the chosen runs only."
+    return Section("choice", "Choice of the sweep", [text, Named("chosen", table, frozenset(marked))])
 
 
 def configuration(material: Material) -> Section:
-    """The knobs that differ, with what is unusual highlighted, and those that all share, folded away."""
+    """Return the knobs that differ, unusual ones highlighted, and the shared ones, folded away."""
     differing, shared = config_tables(material.groups)
     parts: list[Part] = []
     if len(differing.columns) > 1:
-        parts.append("Highlighted: what differs from the value that most of the groups have.")
+        parts.append("Highlighted: values other than the most frequent one.")
         parts.append(Named("configuration", differing, unusual(differing)))
     else:
-        parts.append("The runs differ in nothing but the seed." if len(material.runs) > 1 else "There is one run.")
+        parts.append("The runs differ in the seed only." if len(material.runs) > 1 else "There is one run.")
     changed = frozenset((at, 1) for at, row in enumerate(shared.rows) if row[1] != row[2])
     folded = Named("configuration-shared", shared, changed)
     parts.append(Fold(f"{len(shared.rows)} knobs that all runs share (highlighted: not the default)", [folded]))
@@ -56,8 +52,7 @@ def configuration(material: Material) -> Section:
 
 
 def unusual(table: Table) -> frozenset[tuple[int, int]]:
-    """The cells that differ from the most frequent value of their column; where none is more frequent than the others,
-    from the first."""
+    """Return the cells that differ from the most frequent value of their column, the first one of equals."""
     marked = set()
     for column in range(1, len(table.columns)):
         values = [show(row[column]) for row in table.rows]
@@ -67,29 +62,24 @@ def unusual(table: Table) -> frozenset[tuple[int, int]]:
 
 
 def source(material: Material, command: str, files: Sequence[str]) -> Section:
-    """Where the numbers come from, and how to make them again."""
+    """Return where the numbers come from and how to repeat them."""
     folders = [str(run.folder) for run in material.runs]
     unfinished = [str(run.folder) for run in material.runs if not run.done]
     repeat = shlex.join(["fedmpi", "train", "--config", str(material.runs[0].folder / CONFIG), "--out", "NEW"])
-    parts: list[Part] = ["This report was made by"]
-    parts += [
+    parts: list[Part] = [
+        "The command of this report:",
         Code(command),
-        "A run is repeated from its own configuration; equal versions and threads give an equal model:",
+        "The command that repeats a run; equal versions and threads give an equal model:",
+        Code(repeat),
     ]
-    parts.append(Code(repeat))
     if unfinished:
-        count, more = len(unfinished), " and more" * (len(unfinished) > NAMED)
-        words = "run is not done and is" if count == 1 else "runs are not done and are"
-        parts.append(
-            Absent(
-                f"{count} of {len(folders)} {words} left out of means and curves, unless no run of the group is done: "
-                f"{', '.join(unfinished[:NAMED])}{more}."
-            )
-        )
-    parts.append(
-        "Each run folder has its rounds in metrics.jsonl, its knobs in config.yaml, versions and machine in "
-        "environment.json, and who had what in partition.json."
-    )
-    parts.append(Fold(f"{len(folders)} run folder{'s' * (len(folders) > 1)}", [Items(folders)]))
-    parts.append(Fold(f"{len(files)} files of pictures and tables beside this page", [Items(files)]))
-    return Section("source", "Raw data, and how to repeat this", parts)
+        names = ", ".join(unfinished[:MOST_NAMED]) + (" and more" if len(unfinished) > MOST_NAMED else "")
+        count = f"{len(unfinished)} of {runs_text(len(folders))}"
+        parts.append(Absent(f"Not done: {count} ({names}), left out unless no run of the group is done."))
+    parts += [
+        "Run folders have the rounds in metrics.jsonl, the knobs in config.yaml, versions and machine in "
+        "environment.json, and the samples per client in partition.json.",
+        Fold("Run folders", [Items(folders)]),
+        Fold(f"{len(files)} files of figures and tables next to this page", [Items(files)]),
+    ]
+    return Section("source", "Raw data and commands", parts)

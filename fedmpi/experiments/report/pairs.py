@@ -1,0 +1,166 @@
+"""Plain (AVG) against masked averaging: pairs of groups that differ in the mask, and tests of the difference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..measures import Measure, measure
+from ..runs import Group, essence, pairing, words
+from ..stats import ALPHA, LEAST, Comparison, compare, holm, significant
+from ..tables import Cell, Difference, Missing, Number, Probability, Table
+from .results import cell, column_title, form, remarks, values
+
+MASK = ("mask", "tau", "sharpness")
+RATES = ("local.lr", "server.lr", "meta.lr")  # a paper may choose them per mask
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A plain and a masked group, all else equal except perhaps the learning rates."""
+
+    plain: Group
+    masked: Group
+    ambiguous: bool = False
+    """whether another pair has the same common settings and the same mask"""
+
+    @property
+    def label(self) -> str:
+        """Return what both groups share, their algorithm last; if ambiguous, what the masked group is."""
+        key = self.masked.key
+        if not self.ambiguous:
+            key = {k: v for k, v in key.items() if self.plain.key.get(k) == v}
+        config = self.masked.config
+        return ", ".join([*words(key, config, taus=True), key.get("algorithm", config["algorithm"])])
+
+    @property
+    def mask(self) -> str:
+        return pairing(self.masked.key, self.masked.config, taus=True, algorithm=False)
+
+    @property
+    def name(self) -> str:
+        return f"{self.label} + {self.mask}"
+
+    @property
+    def done(self) -> bool:
+        """Return whether both groups have a finished run."""
+        return all(any(run.done for run in group.runs) for group in (self.plain, self.masked))
+
+    @property
+    def same_rates(self) -> bool:
+        return rates(self.plain) == rates(self.masked)
+
+
+def rates(group: Group) -> list[Any]:
+    return [group.config.get(name) for name in RATES]
+
+
+def find_pairs(groups: Sequence[Group]) -> list[Pair]:
+    """Return each masked group with the one plain group that differs in the mask alone, or else in the rates too."""
+
+    def setting(group: Group) -> dict[str, Any]:
+        return {k: v for k, v in essence(group.first).items() if k not in MASK + RATES}
+
+    plain = [(group, setting(group)) for group in groups if group.first.mask == "mean"]
+    found = []
+    for group in groups:
+        if group.first.mask == "mean":
+            continue
+        own = setting(group)
+        alike = [other for other, its in plain if its == own]
+        nearest = [other for other in alike if rates(other) == rates(group)] or alike
+        if len(nearest) == 1:
+            found.append(Pair(nearest[0], group))
+    names = [(pair.label, pair.mask) for pair in found]
+    return [replace(pair, ambiguous=names.count(name) > 1) for pair, name in zip(found, names, strict=True)]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A pair with its test."""
+
+    pair: Pair
+    test: Comparison | None
+    """None if a group has no finished run or no value"""
+    corrected: float | None
+    """p, corrected for the number of pairs"""
+    gain: float
+    """improvement by the mask; negative if it is worse"""
+    plain: dict[int, float]
+    """seed -> value of the plain group, for the compared seeds: in a paired test those of both groups"""
+    masked: dict[int, float]
+    unpaired: int
+    """seeds with a value in one group only, which a paired test leaves out"""
+
+    @property
+    def significant(self) -> bool:
+        return self.test is not None and significant(replace(self.test, p=self.corrected))
+
+
+def compare_pairs(pairs: Sequence[Pair], what: Measure) -> list[Compared]:
+    """Compare the pairs by a measure, with p values corrected for their number."""
+    tests = [compare(values(pair.plain, what), values(pair.masked, what)) if pair.done else None for pair in pairs]
+    corrected = holm([None if test is None else test.p for test in tests])
+    found = []
+    for pair, test, p in zip(pairs, tests, corrected, strict=True):
+        plain, masked = (
+            {seed: value for seed, value in values(group, what).items() if value is not None}
+            for group in (pair.plain, pair.masked)
+        )
+        unpaired = plain.keys() ^ masked.keys() if test is not None and test.paired else set()
+        plain, masked = ({s: v for s, v in side.items() if s not in unpaired} for side in (plain, masked))
+        gain = 0.0 if test is None else test.difference * (1 if what.rises(pair.plain.first) else -1)
+        found.append(Compared(pair, test, p, gain, plain, masked, len(unpaired)))
+    return found
+
+
+def mask_table(groups: Sequence[Group], name: str = "best") -> Table:
+    """Return the table of all pairs: both means, their difference with its interval, and the p values."""
+    what, pairs = measure(name), find_pairs(groups)
+    compared = compare_pairs(pairs, what)
+    members = [group for pair in pairs for group in (pair.plain, pair.masked)]
+    columns = ["setting", "mask", "AVG", "masked", "difference", "n", "p", "p (flips)", "p (Holm)"]
+    notes = [*remarks(members, [what]), *test_remarks(compared)] if compared else []
+    title = f"Plain averaging (AVG) and masked averaging: {column_title(what, members) if members else what.name}"
+    return Table(title, columns, [row(one, what) for one in compared], notes, align="llrrrrrrr")
+
+
+def row(one: Compared, what: Measure) -> list[Cell]:
+    """Return the row of a pair, the better mean in bold."""
+    pair, test = one.pair, one.test
+    plain = cell(pair.plain, what, better=one.gain < 0, some=one.plain)
+    masked = cell(pair.masked, what, better=one.gain > 0, some=one.masked)
+    if test is None:
+        return [pair.label, pair.mask, plain, masked, *[Missing()] * 5]
+    ps = [Missing() if p is None else Probability(p) for p in (test.p, test.flips, one.corrected)]
+    gap = Difference(test.difference, test.low, test.high, **form(pair.masked, what))
+    return [pair.label, pair.mask, plain, masked, gap, Number(test.count, digits=0), *ps]
+
+
+def test_remarks(compared: Sequence[Compared]) -> list[str]:
+    """Return notes on the tests and on their limits."""
+    tests = [one.test for one in compared if one.test is not None]
+    sure = [one.gain for one in compared if one.significant]
+    notes = [
+        "Difference: masked - AVG, with its 95% interval. n: pairs of runs with the same seed. p: two-sided t test of "
+        "the pairs; p (flips): exact sign-flip test; p (Holm): p corrected for the number of rows.",
+        f"The mask has the better mean in {sum(one.gain > 0 for one in compared)} of {len(compared)} rows, the worse "
+        f"in {sum(one.gain < 0 for one in compared)}; significantly better in {sum(gain > 0 for gain in sure)}, "
+        f"significantly worse in {sum(gain < 0 for gain in sure)} (p (Holm) and p (flips) at most {ALPHA:g}).",
+    ]
+    few = sorted({(test.count, test.least) for test in tests if test.count >= LEAST and test.least > ALPHA})
+    notes += [
+        f"n = {count} is too few to conclude: an exact test cannot go below p = {least:g}, and a smaller p of the t "
+        "test relies on normal differences."
+        for count, least in few
+    ]
+    if any(test.count < LEAST for test in tests):
+        notes.append(f"There is no test for n below {LEAST}.")
+    if any(not test.paired for test in tests):
+        notes.append("Without common seeds, p is that of Welch's test, and n the runs of the smaller group.")
+    if any(one.unpaired for one in compared):
+        notes.append("Seeds with a value on one side only are left out: means and difference are over common seeds.")
+    if any(not one.pair.same_rates for one in compared):
+        notes.append("In some rows the learning rates differ, as each side has its own.")
+    return notes
