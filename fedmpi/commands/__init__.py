@@ -77,7 +77,7 @@ COMMANDS = {
     "status": "commands.status:status",
     "logs": "commands.logs",
     "cancel": "commands.status:cancel",
-    "requeue": "cluster.submit:requeue",
+    "requeue": "cluster.requeue:requeue",
     "doctor": "commands.doctor",
 }
 """command -> module[:function], imported when the command is called"""

@@ -18,8 +18,8 @@ from ..cluster.status import SILENT, age, configured_rounds, job_of, log_folder,
 from ..cluster.submit import Nothing
 from ..errors import UserError, complain
 from ..experiments.runs import SWEEP, sweep_runs
-from ..experiments.sweep.orders import LOGS
 from ..experiments.sweep.overview import AT_REST
+from ..experiments.sweep.plan import LOGS
 from ..plugins.knobs import check_bounds, knob
 from ..runs.folder import METRICS
 from ..runs.options import filled, make_parser
