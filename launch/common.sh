@@ -1,4 +1,4 @@
-# What the scripts of launch/ that start ranks share: arguments, and a launcher in whose way signals are not lost.
+# Shared by the scripts of launch/ that start ranks: arguments, and a launcher that receives every signal.
 # shellcheck shell=bash
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -10,7 +10,7 @@ fail() {
     exit 2
 }
 
-# Sets `ranks` and `restarts` from the front of the arguments, and `rest` to what goes to 'fedmpi train'.
+# Sets `ranks` and `restarts` from the first arguments, and `rest` to the arguments of 'fedmpi train'.
 read_arguments() {
     ranks=2 restarts=3
     if (($# > 0)) && [[ $1 =~ ^[1-9][0-9]*$ ]]; then
@@ -19,29 +19,29 @@ read_arguments() {
     fi
     if (($# > 0)) && [[ $1 == --max-restarts || $1 == --max-restarts=* ]]; then
         [[ $1 == *=* ]] && set -- "${1%%=*}" "${1#*=}" "${@:2}"
-        [[ ${2-} =~ ^[0-9]+$ ]] || fail "--max-restarts is '${2-}'; it must be a whole number from 0 up"
+        [[ ${2-} =~ ^[0-9]+$ ]] || fail "--max-restarts is '${2-}'; it must be a whole number of at least 0"
         restarts=$2
         shift 2
     fi
     rest=("$@")
 }
 
-# Runs a launcher and sets `code` to what it ended with. Signals to this script go to the launcher, each once: in a
-# group of its own it does not get a Ctrl-C from the terminal too. `asked` is 1 when one of them asked for the end. A
-# second Ctrl-C goes to the ranks as well. SIGUSR2 is passed on as SIGTERM, which launchers pass on themselves; it would
-# end them.
+# Runs a launcher and sets `code` to its exit code. Signals to this script are forwarded to the launcher, each once: it
+# has its own process group, so it does not get a Ctrl-C from the terminal as well. `signalled` is 1 after that. A
+# second Ctrl-C is also sent to the ranks. SIGUSR2 would end launchers, so it is forwarded as SIGTERM, which they
+# forward to the ranks.
 watch() {
-    local presses=0 passed=0
+    local presses=0 caught=0
     set -m
     "$@" </dev/null &
     child=$!
     set +m
-    trap 'passed=1 asked=1; kill -TERM "$child" 2>/dev/null || true' TERM HUP USR2
-    trap 'passed=1 asked=1 presses=$((presses + 1)); interrupt "$presses"' INT
+    trap 'caught=1 signalled=1; kill -TERM "$child" 2>/dev/null || true' TERM HUP USR2
+    trap 'caught=1 signalled=1 presses=$((presses + 1)); interrupt "$presses"' INT
     while :; do
         wait "$child" && code=0 || code=$?
-        ((passed)) || break
-        passed=0  # a signal ended the wait, not the launcher
+        ((caught)) || break
+        caught=0  # a signal ended the wait, the launcher is still running
     done
     trap - TERM HUP USR2 INT
     ((presses < 2 || code == 0 || code == 75)) || code=130

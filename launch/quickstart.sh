@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From a fresh checkout to two trained models: FedYogi on generated digits, 100 clients with two classes each, on two
-# ranks; once with the plain mean and once with gradient masked averaging. Ends with a table of both.
+# ranks; once with the plain mean and once with gradient masked averaging. Prints a table of both at the end.
 #
 #   bash launch/quickstart.sh
 set -euo pipefail
@@ -15,7 +15,7 @@ cd "$root"
 trap 'exit 130' INT
 bash launch/setup.sh run
 
-# A run folder is never overwritten, so each quickstart gets the next free number.
+# A run folder is never overwritten, so each quickstart uses the next free number.
 mkdir -p runs/quickstart
 number=1
 while [[ -e runs/quickstart/$number ]]; do
@@ -34,14 +34,14 @@ printf '\n'
 .venv/bin/python -m fedmpi compare "$out/mean" "$out/gma"
 cat <<END
 
-The runs are in $out/mean and $out/gma. What next, in $root:
+The runs are in $out/mean and $out/gma. Next steps, in $root:
 
   source .venv/bin/activate                       # then 'fedmpi' is a command
   fedmpi compare $out/*             # the table again
   fedmpi report $out --out report   # curves and tables: open report/index.html
   fedmpi train --data glyphs --rounds 50          # a run of your own; 'fedmpi help train' lists every option
-  fedmpi doctor                                   # what this machine has, and what it lacks
-  bash launch/test.sh                             # every test; installs what testing needs
+  fedmpi doctor                                   # check this machine's installation
+  bash launch/test.sh                             # all tests; installs their dependencies
 
 docs/own-data.md: your own data and model, and fedmpi.train in Python. docs/tutorial.md: sweeps and reports.
 END

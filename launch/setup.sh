@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Makes .venv in the root of the checkout and installs fedmpi there, in development mode, with the versions of
-# constraints.txt. Quick when nothing has changed since the last time; repairs what an interrupted run left behind.
+# Creates .venv in the root of the checkout and installs fedmpi in it, in development mode, with the versions of
+# constraints.txt. Does nothing if nothing has changed since the last time; repairs an interrupted installation.
 #
 #   bash launch/setup.sh [run|test|dev]
 #
-#   run: what running needs, MPICH among it; test: what testing needs too (the default); dev: also ruff and mypy
+#   run: what running needs, including MPICH; test: also what testing needs (default); dev: also ruff and mypy
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -23,8 +23,8 @@ case $extra in
     *) fail "unknown extra '$extra'; known: dev, run, test" ;;
 esac
 
-# What the installation depends on: when this changes, it is done again. The path counts because a virtual environment
-# and a development install both hold it.
+# What the installation depends on: when this changes, it is repeated. The path is included: a virtual environment and a
+# development install both contain it.
 fingerprint() {
     { printf '%s\n' "$root"; cat "$root/setup.py" "$root/constraints.txt" "$root/pyproject.toml"; } | cksum
 }
@@ -47,18 +47,18 @@ make_venv() {
     python=$(find_python)
     "$python" -c 'import ensurepip, venv' 2>/dev/null ||
         fail "$python cannot make virtual environments; install its venv package (Debian: apt-get install python3-venv)"
-    say "making .venv with $("$python" --version)"
+    say "creating .venv with $("$python" --version)"
     "$python" -m venv --clear "$venv"
 }
 
-# Two set-ups at once would tread on each other: the second waits, and then finds everything done.
+# Two set-ups at once would interfere: the second waits, and then finds everything installed.
 if command -v flock >/dev/null; then
     exec 9>"$root/.venv.lock"
     flock 9
 fi
 
 if [[ -e $unfinished ]]; then
-    say "the last set-up was interrupted: starting afresh"
+    say "the last set-up was interrupted: starting over"
     rm -rf "$venv"
 fi
 
@@ -70,21 +70,21 @@ fi
 
 touch "$unfinished"
 "$venv/bin/python" -m pip --version >/dev/null 2>&1 || make_venv
-say "installing fedmpi[$extra] (minutes the first time: torch is large)"
+say "installing fedmpi[$extra] (takes minutes the first time: torch is large)"
 quiet=(-qq)
-if [[ $extra == run || -t 1 ]]; then  # somebody is waiting
+if [[ $extra == run || -t 1 ]]; then  # somebody is watching
     quiet=()
 fi
-# When pip itself gives up (no network, say) what was installed before is whole; only a killed pip leaves pieces behind.
+# When pip itself fails (no network, say), what was installed before is intact; only a killed pip leaves a broken state.
 trap 'exit 130' INT
 trap 'exit 143' TERM
 "$venv/bin/python" -m pip install "${quiet[@]}" --disable-pip-version-check -c "$root/constraints.txt" -e "$root[$extra]" || {
     rm "$unfinished"
-    fail "pip could not install fedmpi[$extra], see above; correct that and start again"
+    fail "pip could not install fedmpi[$extra], see above; fix that and start again"
 }
 say "checking that torch starts"
 "$venv/bin/python" -c 'import torch; torch.ones(1).sum()'
-# A torch for the CPU and a torchvision for CUDA, as some indexes hand out, do not fit: PyTorch's own index has both.
+# Some indexes combine a torch for the CPU with a torchvision for CUDA, which do not fit; PyTorch's own index has both.
 say "checking that torchvision fits torch"
 if ! "$venv/bin/python" -m fedmpi.plugins.torchvision 2>/dev/null; then
     read -r pair build < <("$venv/bin/python" -c 'import torch, fedmpi.plugins.torchvision as i
@@ -96,7 +96,7 @@ print(i.torchvision_build().partition("+")[0] or "none", torch.__version__.parti
     fi
     "$venv/bin/python" -m fedmpi.plugins.torchvision 2> >(sed 's/^/setup: WARNING: /' >&2) || true
 fi
-for one in "${holds[@]}"; do  # dev holds all of test, and test all of run
+for one in "${holds[@]}"; do  # dev includes test, and test includes run
     printf '%s\n' "$print" >"$venv/fedmpi-$one.stamp"
 done
 rm "$unfinished"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Sets up and runs every check: ruff, mypy, pytest. Arguments go to pytest. One test more runs at a time than there are
-# cores (at most 4), as many of them wait for a launcher.
+# Installs everything and runs all checks: ruff, mypy, pytest. Arguments are passed to pytest. The number of tests at a
+# time is one more than there are cores (at most 4), as many of them wait for a launcher.
 #
 #   bash launch/test.sh                                                       everything
 #   bash launch/test.sh -m "not slow and not processes and not launchers"     the fast tests

@@ -1,1 +1,1 @@
-"""Runs as processes and jobs: ranks of one machine, Slurm jobs and arrays, local jobs, their status."""
+"""Starting runs: launcher (`--ranks N`), submit, arrays and supervisor (jobs), requeue (restarts), cancel, status."""

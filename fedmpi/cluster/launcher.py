@@ -1,12 +1,12 @@
-"""`fedmpi train --ranks N`: start N ranks on this machine, watch over them, and restart them when one dies.
+"""`fedmpi train --ranks N`: start N ranks on this machine, watch them, and restart all of them when one dies.
 
-The ranks are forked from a process that has imported torch once; where torch is built for CUDA, which a process may not
-use after a fork, each rank is a new interpreter. They meet through a file in a folder that only its owner can enter,
-so nothing listens for them; gloo itself stays on the loopback interface. In a Slurm step with one task per node every
-task starts the ranks of its node; these meet over TCP (comm/torch.py), and the job is requeued where one of them dies.
+The ranks are forked from a process that has imported torch once. CUDA cannot be used after a fork, so with a torch
+built for it each rank is a new interpreter. They rendezvous through a file in a private folder, so there is no
+listening socket; gloo itself stays on the loopback interface. In a Slurm step with one task per node every task starts
+the ranks of its node; these rendezvous over TCP (comm/torch.py), and the job is requeued when one of them dies.
 
-Every rank is in a process group of its own, so that a Ctrl-C at the terminal reaches the launcher alone, which passes
-each signal on once.
+Every rank has its own process group, so that a Ctrl-C at the terminal reaches only the launcher, which forwards each
+signal once.
 """
 
 from __future__ import annotations
@@ -36,60 +36,64 @@ from ..errors import AGAIN, UserError, complain, exit_code
 from ..runs.config import Launch
 from ..runs.options import parse
 from ..runs.stop import INTERRUPTED
+from .requeue import may_restart
 
-PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGHUP)
-FINAL = (2, AGAIN, INTERRUPTED)  # exit codes after which a restart is no use
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGHUP)
+REPORTED = (2, AGAIN, INTERRUPTED)  # exit codes of a rank that are the launcher's too, the most telling first
 OTHERS_SECONDS = 15.0  # for ranks to notice that another one is gone
-SAVED_SECONDS = 120.0  # the same where it has stopped in good order: the others may be writing still
+SAVED_SECONDS = 120.0  # the same if that stopped in good order: the others may still be writing
 RESTARTS = 3
 
 
-def launch(asked: Launch, arguments: list[str]) -> int:
-    """Run `fedmpi train` on several ranks of this machine; return their exit code: 0, 2, 75, 130, or 1 for a fault."""
+def launch(options: Launch, arguments: list[str]) -> int:
+    """Run `fedmpi train` on several ranks of this machine; return their exit code: 0, 2, 75, 130, or 1 for a
+    failure."""
     node = find_place(os.environ)
-    check(asked, node, parse(arguments).comm)
-    restarts = asked.max_restarts if asked.max_restarts is not None else RESTARTS if node.size == 1 else 0
+    check(options, node, parse(arguments).comm)
+    restarts = options.max_restarts
+    if restarts is None:
+        restarts = RESTARTS if node.size == 1 else 0
     sweep()
-    gc.freeze()  # or the first collection in a rank would write to, and so copy, the memory that it shares
+    gc.freeze()  # the first collection in a rank would write to the shared memory, and so copy it
     with meeting_folder() as folder, blocked_signals():
         for attempt in range(restarts + 1):
-            world = variables(asked.ranks, node, folder / f"attempt-{attempt}", attempt)
-            ranks = Ranks([start(world | own, arguments) for own in numbers(asked.ranks, node)])
+            world = variables(options.ranks, node, folder / f"attempt-{attempt}", attempt)
+            ranks = Ranks([start(world | own, arguments) for own in numbers(options.ranks, node)])
             code = ranks.wait()
-            if code == 0 or code in FINAL:
+            if code == 0 or code in REPORTED:
                 break
-            again = attempt < restarts and not ranks.told
+            again = not ranks.signalled and may_restart(code, attempt, restarts)
             complain(ranks.blame() + (f"; restart {attempt + 1} of {restarts}" if again else ""))
             if not again:
                 break
     return code
 
 
-def check(asked: Launch, node: Place, comm: str) -> None:
-    """Refuse ranks inside ranks, and what these ranks cannot do."""
+def check(options: Launch, node: Place, comm: str) -> None:
+    """Refuse ranks within ranks, and options that these ranks cannot have."""
     if node.size > 1 and not (node.launcher == "srun" and node.local_size == 1):
         raise UserError(
-            f"--ranks is {asked.ranks} but {node.launcher} has started {node.size} ranks already; leave out one of them"
+            f"--ranks is {options.ranks} but {node.launcher} has started {node.size} ranks already; use one of them"
         )
     if comm == "mpi":
         raise UserError(
-            f"--ranks starts no MPI ranks, but --comm is mpi; start with 'mpiexec -n {asked.ranks} python -m mpi4py -m "
-            "fedmpi train --comm mpi ...', or leave --comm out"
+            f"--ranks starts no MPI ranks, but --comm is mpi; start with 'mpiexec -n {options.ranks} python -m mpi4py "
+            "-m fedmpi train --comm mpi ...', or leave --comm out"
         )
-    if asked.max_restarts and node.size > 1:
+    if options.max_restarts and node.size > 1:
         raise UserError(
-            f"--max_restarts is {asked.max_restarts} but the ranks are on {node.size} nodes, where a rank that died is "
+            f"--max_restarts is {options.max_restarts} but the ranks are on {node.size} nodes, where a dead rank is "
             "restarted with its job ('fedmpi requeue'); leave it out"
         )
 
 
 def numbers(count: int, node: Place) -> list[dict[str, str]]:
-    """The variables that differ between the ranks of this node."""
+    """Return the variables that differ between the ranks of this node."""
     return [{TORCH[0]: str(node.rank * count + k), TORCH[2]: str(k)} for k in range(count)]
 
 
 def variables(count: int, node: Place, store: Path, attempt: int) -> dict[str, str]:
-    """The variables that tell ranks who they are and where they meet."""
+    """Return the variables that give ranks their world and their rendezvous."""
     world = {TORCH[1]: str(node.size * count), TORCH[3]: str(count), STORE: str(store) if node.size == 1 else ""}
     world |= {"FEDMPI_LAUNCH": f"{socket.gethostname()}-{os.getpid()}", "FEDMPI_RESTART_COUNT": str(attempt)}
     if node.size > 1 and (meeting := rendezvous(node, os.environ)) is not None:
@@ -99,7 +103,7 @@ def variables(count: int, node: Place, store: Path, attempt: int) -> dict[str, s
 
 @contextlib.contextmanager
 def meeting_folder() -> Iterator[Path]:
-    """Make a folder that only its owner can enter, in use while a process of this launch is alive."""
+    """Make a private folder, marked as in use while a process of this launch is alive."""
     shared = MEMORY if os.access(MEMORY, os.W_OK) else None
     folder = Path(tempfile.mkdtemp(prefix="fedmpi-launch-", dir=shared))
     try:
@@ -111,12 +115,12 @@ def meeting_folder() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def blocked_signals() -> Iterator[None]:
-    """Keep signals for `Ranks.wait`, which takes them one by one."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (*PASSED_ON, signal.SIGCHLD))
+    """Block signals: `Ranks.wait` takes them one by one."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (*FORWARDED, signal.SIGCHLD))
     try:
         yield
     finally:
-        while signal.sigtimedwait([*PASSED_ON, signal.SIGCHLD], 0):  # the ranks have ended: nobody is left to be told
+        while signal.sigtimedwait([*FORWARDED, signal.SIGCHLD], 0):  # all ranks have ended
             pass
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -142,13 +146,13 @@ def start_anew(own: dict[str, str], arguments: list[str]) -> int:
 
 
 def stand_alone() -> None:
-    """In a new rank: leave the launcher's process group, and take signals again."""
+    """In a new rank: leave the launcher's process group and unblock signals."""
     os.setpgid(0, 0)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*PASSED_ON, signal.SIGCHLD))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*FORWARDED, signal.SIGCHLD))
 
 
 def be_rank(own: dict[str, str], arguments: list[str]) -> NoReturn:
-    """Train as a rank in a forked process, and end it."""
+    """Train as a rank in a forked process, then exit."""
     from ..runs.rank import Rank
 
     code = 1
@@ -178,29 +182,29 @@ class Ranks:
 
     def __init__(self, pids: list[int]) -> None:
         self.running = dict(zip(pids, range(len(pids)), strict=True))
-        self.codes: dict[int, int] = {}  # of the ranks that have ended, in that order
-        self.told = False
+        self.codes: dict[int, int] = {}  # of ended ranks, in the order in which they ended
+        self.signalled = False
         self.deadline: float | None = None
 
     def wait(self) -> int:
-        """Pass signals on until all ranks have ended; return the code that says most about how."""
+        """Forward signals until all ranks have ended; return their most telling exit code."""
         while self.running:
-            caught = signal.sigtimedwait([*PASSED_ON, signal.SIGCHLD], 1.0)
+            caught = signal.sigtimedwait([*FORWARDED, signal.SIGCHLD], 1.0)
             if caught is not None and caught.si_signo != signal.SIGCHLD:
-                self.told = True
+                self.signalled = True
                 self.send(signal.SIGTERM if caught.si_signo == signal.SIGHUP else signal.Signals(caught.si_signo))
             for pid in list(self.running):
                 done, status = os.waitpid(pid, os.WNOHANG)
                 if done:
                     self.codes[self.running.pop(pid)] = os.waitstatus_to_exitcode(status)
-                    self.see_to_the_others()
+                    self.limit_others()
             if self.deadline is not None and time.monotonic() > self.deadline:
                 self.send(signal.SIGKILL)
         codes = set(self.codes.values())
-        return 0 if codes == {0} else next((code for code in FINAL if code in codes), 1)
+        return 0 if codes == {0} else next((code for code in REPORTED if code in codes), 1)
 
-    def see_to_the_others(self) -> None:
-        """Limit the time of the ranks that are left; end those that wait for a word that has been said."""
+    def limit_others(self) -> None:
+        """Limit the time of the remaining ranks; end them after an error that they would only repeat."""
         code = list(self.codes.values())[-1]
         if code in (2, INTERRUPTED):
             self.send(signal.SIGTERM)
@@ -208,12 +212,12 @@ class Ranks:
             self.deadline = time.monotonic() + (SAVED_SECONDS if code == AGAIN else OTHERS_SECONDS)
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to the ranks that are left."""
+        """Send a signal to the remaining ranks."""
         for pid in self.running:
             os.kill(pid, number)  # it exists until it is waited for
 
     def blame(self) -> str:
-        """Return which rank failed first, and how."""
+        """Return an error message with the rank that failed first."""
         rank, code = next((rank, code) for rank, code in self.codes.items() if code)
         how = f"ended with exit code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
         return f"rank {rank} of {len(self.codes)} {how}"

@@ -1,9 +1,9 @@
-"""Jobs on this machine: submitit's local executor, with a keeper that starts a run again where Slurm would queue it.
+"""Jobs on this machine: submitit's local executor with a supervisor that restarts a run where Slurm would requeue it.
 
-The keeper is a process in a session of its own, so that it outlives the terminal. It starts the ranks, each life at a
-port of its own, waits for them, and decides as `fedmpi requeue` does. Told to end (SIGTERM), it tells the ranks, which
-save and leave. It has the lock of a file in the run folder for as long as it lives, which is how others see that it
-does.
+The supervisor is a process in a session of its own, so it keeps running when the terminal is closed. It starts the
+ranks, each attempt at a new port, waits for them, and decides about a restart as `fedmpi requeue` does. On SIGTERM it
+signals the ranks, which save and exit. While it is alive it holds the lock of a file in the run folder, by which others
+see it.
 """
 
 from __future__ import annotations
@@ -26,35 +26,34 @@ from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE, Controller, LocalJob
 
 from ..comm.env import SECRET
 from ..errors import AGAIN, UserError, complain
-from .status import FILES, KEEPER, verdict
-from .submit import add_life
+from .requeue import decide, record_attempt
+from .status import FILES, SUPERVISOR, Job
 
 if TYPE_CHECKING:
-    from .submit import Train
+    from .submit import SubmitOptions, Train
 
-GRACE = 120.0  # seconds that ranks have to save after they were told to end
-OTHERS = 15.0  # seconds that ranks have to notice that another one is gone
-PORTS = range(20000, 30000)  # below those that Linux hands out by itself
-
-
-def start(train: Train, run: Path, ranks: int, retries: int, gpus: int | None, setup: str | None) -> int:
-    """Start a keeper with its ranks; returns its process id."""
-    return int(Kept(run, ranks, retries, gpus, setup).submit(train).job_id)
+GRACE = 120.0  # seconds for ranks to save after a signal
+OTHERS = 15.0  # seconds for ranks to notice that another one is gone
+PORTS = range(20000, 30000)  # below the ephemeral ports of Linux
 
 
-class Kept(LocalExecutor):
-    """submitit's local executor, with our keeper in place of its controller."""
+def start(options: SubmitOptions, train: Train, run: Path) -> Job:
+    """Start a supervisor and its ranks; return the job, whose id is the supervisor's process id."""
+    return Job(SupervisedExecutor(options, run).submit(train).job_id, "local", socket.gethostname())
 
-    def __init__(self, run: Path, ranks: int, retries: int, gpus: int | None, setup: str | None) -> None:
+
+class SupervisedExecutor(LocalExecutor):
+    """submitit's local executor with our supervisor instead of its controller."""
+
+    def __init__(self, options: SubmitOptions, run: Path) -> None:
         super().__init__(run / FILES)
-        self.run, self.retries, self.gpus, self.setup = run, retries, gpus, setup
-        self.update_parameters(tasks_per_node=ranks)
+        self.options, self.run = options, run
+        self.update_parameters(tasks_per_node=options.ranks)
 
     def _submit_command(self, command: str) -> LocalJob[Any]:
-        ranks = self.parameters["tasks_per_node"]
         variables = {
             "SUBMITIT_EXECUTOR": "local",
-            "SUBMITIT_LOCAL_NTASKS": str(ranks),
+            "SUBMITIT_LOCAL_NTASKS": str(self.options.ranks),
             "SUBMITIT_LOCAL_COMMAND": command,
             "SUBMITIT_LOCAL_NODEID": "0",
             "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
@@ -63,17 +62,17 @@ class Kept(LocalExecutor):
             "SUBMITIT_LOCAL_WITH_SHELL": "",
             "SUBMITIT_STDERR_TO_STDOUT": "",
         }
-        if self.gpus is not None:
-            variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(self.gpus)))
-        keeper = [sys.executable, "-m", "fedmpi.cluster.supervisor", str(self.run), str(self.retries)]
-        if self.setup is not None:
-            keeper = ["bash", "-c", f'{self.setup}\nexec "$@"', "bash", *keeper]
-        lock = os.open(self.folder / KEEPER, os.O_RDWR | os.O_CREAT, 0o600)
+        if self.options.gpus_per_node is not None:
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(self.options.gpus_per_node)))
+        supervisor = [sys.executable, "-m", __name__, str(self.run), str(self.options.retries)]
+        if self.options.setup is not None:
+            supervisor = ["bash", "-c", f'{self.options.setup}\nexec "$@"', "bash", *supervisor]
+        lock = os.open(self.folder / SUPERVISOR, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of what is opened here: the keeper has it from us
-            with open(self.folder / f"{KEEPER}.log", "a") as log:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of the open file, which the supervisor inherits
+            with open(self.folder / f"{SUPERVISOR}.log", "a") as log:
                 process = subprocess.Popen(
-                    keeper,
+                    supervisor,
                     env=os.environ | variables,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
@@ -82,78 +81,80 @@ class Kept(LocalExecutor):
                     start_new_session=True,
                 )
         except BlockingIOError:
-            raise UserError(f"{self.run} has just been submitted by somebody else; see 'fedmpi status'") from None
+            raise UserError(f"{self.run} has just been submitted by another process; see 'fedmpi status'") from None
         finally:
             os.close(lock)
-        process.returncode = 0  # as far as we are concerned: it is there to outlive us, not to be waited for
-        return LocalJob(folder=self.folder, job_id=str(process.pid), tasks=list(range(ranks)))
+        process.returncode = 0  # it outlives this process: nobody waits for it
+        return LocalJob(folder=self.folder, job_id=str(process.pid), tasks=list(range(self.options.ranks)))
 
 
-class Keeper(Controller):
-    """Starts the ranks, waits for them, and starts them again."""
+class Supervisor(Controller):
+    """Starts the ranks, waits for them, and restarts them."""
 
     def __init__(self, run: Path, retries: int) -> None:
-        self.told: float | None = None
-        """when it was told to end"""
+        self.signalled: float | None = None
+        """when it received SIGTERM or SIGINT"""
         super().__init__(run / FILES)
         self.run_folder, self.retries = run, retries
-        signal.signal(signal.SIGTERM, self._tell)
-        signal.signal(signal.SIGINT, self._tell)
+        signal.signal(signal.SIGTERM, self._note_signal)
+        signal.signal(signal.SIGINT, self._note_signal)
 
-    def _tell(self, *_: object) -> None:
-        self.told = self.told or time.monotonic()
+    def _note_signal(self, *_: object) -> None:
+        self.signalled = self.signalled or time.monotonic()
 
-    def keep(self) -> int:
-        """Let the run live until it is done or not to begin again; returns the code of its last life."""
-        for life in itertools.count():
+    def supervise(self) -> int:
+        """Start the ranks until the run is finished or not to be restarted; return the exit code of the last
+        attempt."""
+        for attempt in itertools.count():
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
             os.environ[SECRET] = secrets.token_hex(32)
-            os.environ |= {"FEDMPI_RESTART_COUNT": str(life), "FEDMPI_LAUNCH": f"keeper {self.pid}"}
+            os.environ |= {"FEDMPI_RESTART_COUNT": str(attempt), "FEDMPI_LAUNCH": f"supervisor {self.pid}"}
             self.start_tasks()
             code = overall(self.wait())
             self.kill_tasks()
-            again, why = verdict(code, self.run_folder, self.retries, self.pid, life)
-            if again and self.told is not None:
-                again, why = False, "its keeper was told to end"
+            again, why = decide(code, self.run_folder, self.retries, self.pid, attempt)
+            if again and self.signalled is not None:
+                again, why = False, "its supervisor was signalled to stop"
             if code:
-                add_life(self.run_folder, code, {"job": self.pid}, life, again, why)
-            complain(f"life {life} ended with code {code}; {'starting again' if again else 'the end'} {why}".rstrip())
+                record_attempt(self.run_folder, code, {"job": self.pid}, attempt, again, why)
+            complain(f"attempt {attempt} ended with exit code {code}; " + ("restarting" if again else f"end: {why}"))
             if not again:
                 return code
-        raise AssertionError("a count has no end")
+        raise AssertionError("the count is endless")
 
     def wait(self, freq: int = 10) -> list[int]:
-        """The exit codes of all ranks. Who is told to end, or left behind by the others, has some time to do so."""
-        left: float | None = None
-        next_word = 0.0
+        """Return the exit codes of all ranks. Ranks that are signalled, or left by others, have limited time to
+        exit."""
+        first_failure: float | None = None
+        next_signal = 0.0
         while True:
             codes = [task.poll() for task in self.tasks]
             ended = [code for code in codes if code is not None]
             if len(ended) == len(codes):
                 return ended
             now = time.monotonic()
-            if any(ended) and left is None:
-                left = now
-            if self.told is not None and now >= next_word:  # again and again: submitit's handler swallows it at first
+            if any(ended) and first_failure is None:
+                first_failure = now
+            if self.signalled is not None and now >= next_signal:  # repeated: submitit's handler ignores the first ones
                 self._forward_signal(signal.SIGTERM)
-                next_word = now + 3
-            if (self.told and now > self.told + GRACE) or (left and now > left + OTHERS):
+                next_signal = now + 3
+            if (self.signalled and now > self.signalled + GRACE) or (first_failure and now > first_failure + OTHERS):
                 self._forward_signal(signal.SIGKILL)
             time.sleep(1 / freq)
 
 
 def overall(codes: list[int]) -> int:
-    """One exit code for all ranks: 0 where all are done, and what asks for most where they differ."""
+    """Return one exit code for all ranks: 75 if any rank stopped in good order, else 2 if any, else the largest."""
     found = {AGAIN if code == LOCAL_REQUEUE_RETURN_CODE else code if code >= 0 else 128 - code for code in codes}
     return AGAIN if AGAIN in found else 2 if 2 in found else max(found)
 
 
 def free_port() -> int:
-    """A port at which nobody listens now."""
+    """Return a port on which nobody listens."""
     for port in random.sample(PORTS, 100):
-        with socket.socket() as one:
+        with socket.socket() as probe:
             try:
-                one.bind(("127.0.0.1", port))
+                probe.bind(("127.0.0.1", port))
                 return port
             except OSError:
                 continue
@@ -161,4 +162,4 @@ def free_port() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(Keeper(Path(sys.argv[1]), int(sys.argv[2])).keep())
+    sys.exit(Supervisor(Path(sys.argv[1]), int(sys.argv[2])).supervise())

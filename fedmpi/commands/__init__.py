@@ -88,7 +88,7 @@ COMMANDS = {
     "status": "commands.status:status",
     "logs": "commands.logs",
     "cancel": "commands.status:cancel",
-    "requeue": "cluster.submit:requeue",
+    "requeue": "cluster.requeue:requeue",
     "doctor": "commands.doctor",
     "completion": "commands.completion",
 }

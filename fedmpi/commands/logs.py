@@ -17,8 +17,8 @@ from pathlib import Path
 from ..cluster.status import SILENT, age, configured_rounds, job_of, log_folder, look
 from ..errors import UserError, complain
 from ..experiments.runs import SWEEP, sweep_runs
-from ..experiments.sweep.orders import LOGS
 from ..experiments.sweep.overview import AT_REST
+from ..experiments.sweep.plan import LOGS
 from ..plugins.knobs import knob
 from ..runs.folder import METRICS
 from ..runs.options import flag, positional, read_options

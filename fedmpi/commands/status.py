@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..cluster.cancel import cancel_jobs, kept, running_job, wait_until
 from ..cluster.status import JOB, Job, age, alive, in_words, jobs_of, look_at
-from ..cluster.submit import cancel_jobs, kept, running_job, wait_until
 from ..errors import RunError, UserError, complain
 from ..experiments.runs import SWEEP, read_sweep_record, sweep_runs
-from ..experiments.sweep.orders import CONFIGS
 from ..experiments.sweep.overview import Row, lines_of, rows_of, summary, table
+from ..experiments.sweep.plan import CONFIGS
 from ..experiments.sweep.presence import processes
 from ..runs.folder import CONFIG, METRICS, STARTS, holder
 from ..runs.options import flag, positional, read_options

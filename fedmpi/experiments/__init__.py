@@ -1,10 +1,8 @@
-"""From one command to a table, a plot and a page: sweeps of runs, what is read off them, and the report.
+"""Experiments: sweeps of runs, their evaluation, and the report.
 
-    records, runs        run folders of any version, as plain values, as runs, as groups of runs
-    measures, stats      what a run came to; several seeds together, and tests of a difference
-    tables               cells, and how they are written as CSV, Markdown and LaTeX
-
-    status, logs         `fedmpi status`, `cancel` and `logs`, for runs and sweeps
+    records, runs        run folders of any version: plain values, runs, groups of runs
+    measures, stats      measures of a run; statistics over seeds and tests of differences
+    tables               cells, and tables as CSV, Markdown and LaTeX
     sweep/               `fedmpi sweep` and `fedmpi recipes`
     report/              `fedmpi report`
     attack/              `fedmpi attack`

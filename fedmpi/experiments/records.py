@@ -1,5 +1,5 @@
-"""The configuration in a run folder as plain values, whatever version wrote it: one flat dict, dotted knob -> value, in
-which what its version did not know yet stands as that version did it.
+"""The configuration in a run folder as plain values, whatever version wrote it: one flat dict, dotted knob -> value,
+with the behaviour of that version for knobs that it did not have yet.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from ..runs.schema import Goal
 DEFAULTS = {name: value for name, value in knobs(Config()).items() if not dataclasses.is_dataclass(value)}
 BEFORE: dict[str, Any] = {"local.clip": 0.0, "local.clip_update": 0.0}
 BEFORE |= {"meta.size": 0, "meta.lr": 0.0, "meta.share": False}
-"""what versions did that had not these knobs yet, where null, today's default, says 'the algorithm's own'"""
+"""the behaviour of versions without these knobs; null, today's default, means 'the algorithm's own'"""
 VARIANTS = {"reddi": {"server.b2": 0.99, "server.eps": 1e-3}, "torch": {"server.b2": 0.999, "server.eps": 1e-8}}
-"""what null stood for in the first versions, by server.variant; torch need not be imported to know it"""
+"""the meaning of null in the first versions, by server.variant; here, so that torch is not imported for it"""
 NEEDED: dict[str, type | tuple[type, ...]] = {
     "algorithm": str,
     "mask": str,
@@ -28,23 +28,24 @@ NEEDED: dict[str, type | tuple[type, ...]] = {
 }
 """knobs that every version wrote"""
 READ: dict[str, type | tuple[type, ...]] = {"split": str, "skew.alpha": (int, float), "server.variant": str}
-"""further knobs that are reckoned with, where they are written"""
+"""further knobs whose type matters here, if they are present"""
 
 
 def flat(tree: Any) -> dict[str, Any]:
-    """A configuration as dotted knobs, with what its version did not have yet; a ValueError for what is none."""
+    """Return a configuration by dotted knobs, with those that its version did not have; raise a ValueError if it is
+    none."""
     if not isinstance(tree, dict):
-        raise ValueError(f"{CONFIG} holds no knobs")
+        raise ValueError(f"{CONFIG} has no knobs")
     found: dict[str, Any] = {}
     for name, value in renamed(tree).items():
         found |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
-    told = {name: DEFAULTS[name] for name in READ} | found
+    given = {name: DEFAULTS[name] for name in READ} | found
     for name, kind in (NEEDED | READ).items():
-        if not isinstance(told.get(name), kind):
-            raise ValueError(f"{CONFIG} has no '{name}', or not as a run writes it")
-    for name, value in found.items():  # more is no knob, and may be more than a memory holds
+        if not isinstance(given.get(name), kind):
+            raise ValueError(f"{CONFIG} has no valid '{name}'")
+    for name, value in found.items():  # anything else is damage, and may be too large for memory
         if not all(one is None or isinstance(one, str | int | float) for one in each(value)):
-            raise ValueError(f"'{name}' in {CONFIG} is no value of a knob")
+            raise ValueError(f"'{name}' in {CONFIG} is not a knob's value")
     whole = {str(name): value for name, value in (DEFAULTS | BEFORE | found).items()}
     filled = VARIANTS.get(whole["server.variant"], {}).items()
     return whole | {name: value for name, value in filled if whole[name] is None}
@@ -55,9 +56,9 @@ def each(value: Any) -> list[Any]:
 
 
 def read_goal(objective: Goal | None, records: list[dict[str, Any]]) -> tuple[str, bool]:
-    """The metric of a run and whether it rises, from its rounds and the objective in its partition.json. The first
-    versions wrote none: they knew accuracy alone."""
-    said = objective or {}
+    """Return the metric of a run and whether more is better, from its rounds and the objective in its partition.json.
+    The first versions wrote none: they only had accuracy."""
+    goal = objective or {}
     names = (key.removeprefix("test_") for record in records for key in record if key.startswith("test_"))
-    metric = next((name for name in names if name != "loss"), None) or str(said.get("metric", "accuracy"))
-    return metric, bool(said.get("rises", metric == "accuracy"))
+    metric = next((name for name in names if name != "loss"), None) or str(goal.get("metric", "accuracy"))
+    return metric, bool(goal.get("rises", metric == "accuracy"))

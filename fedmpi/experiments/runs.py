@@ -1,6 +1,6 @@
-"""Runs of any of our versions, read from their folders, and those that differ in the seed alone as groups.
+"""Runs of any version, read from their folders, and groups of runs that differ only in the seed.
 
-A run may be under way, or torn by a kill: it is read as far as it came. Nothing here imports torch.
+A run may be unfinished, or torn by a kill: what is there is read. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from ..runs.schema import Damaged, Dealt, Finished, read, read_yaml
 from .records import DEFAULTS, flat, read_goal
 
 SWEEP, PARTITION = "sweep.json", "partition.json"
-MOST_PARTITION = 1 << 26  # bytes of a partition.json, which has a number for each of 10,000 clients and each class
+MOST_PARTITION = 1 << 26  # bytes of a partition.json, which has one number per client (10,000) and class
 
 IDLE = (*FREE, "threads", "device", "deterministic", "min_clients", "eval.batch")
-"""knobs, and the beginnings of groups of them, that do not change what is learnt and measured, but for the last bits"""
-PLAIN = ("algorithm", "mask", "data", "split", "model")  # knobs whose value says enough in a label
-TASK = ("data", "model", "split", "clients", "rounds")  # knobs that runs share if they can be compared
+"""knobs, and prefixes of groups, that change what is learnt and measured in the last bits at most"""
+PLAIN = ("algorithm", "mask", "data", "split", "model")  # knobs whose value needs no name in a label
+TASK = ("data", "model", "split", "clients", "rounds")  # knobs that comparable runs share
 
 
 @dataclass(frozen=True)
 class Run:
-    """What one run folder tells."""
+    """The content of one run folder."""
 
     folder: Path
     config: dict[str, Any]
     """dotted knob -> value"""
     records: list[dict[str, Any]]
-    """the sound lines of metrics.jsonl, by round"""
+    """the valid lines of metrics.jsonl, by round"""
     metric: str
-    """records have test_<metric>, None in rounds that were not scored"""
+    """records have test_<metric>, None in rounds without evaluation"""
     rises: bool
     """whether more of the metric is better"""
     finished: dict[str, Any]
-    """finished.json; empty where the run is not done"""
+    """finished.json; {} if the run is unfinished"""
     labels: dict[str, str]
-    """axis -> label where the run belongs to a sweep, without the seed"""
+    """axis -> label if the run belongs to a sweep, without the seed"""
 
     @property
     def seed(self) -> int:
@@ -62,7 +62,7 @@ class Run:
 
     @property
     def done(self) -> bool:
-        """Whether it had all its rounds."""
+        """Whether all rounds are completed."""
         return bool(self.finished) or len(self.records) >= self.config["rounds"]
 
     @property
@@ -72,38 +72,38 @@ class Run:
 
     @property
     def sides(self) -> str:
-        """The key in a record of the metric on clients that took part and on the others."""
+        """The key in a record of the metric on participating clients and on the others."""
         return f"{SIDES}{self.metric}"
 
     @property
     def sweep(self) -> Path | None:
-        """The sweep's folder, where the run belongs to one that has axes."""
+        """The folder of its sweep; None if it belongs to none with axes."""
         return self.folder.resolve().parent if self.labels else None
 
     def series(self, *path: str) -> dict[int, float]:
-        """round -> value of what stands under these keys of the records, where there is a number."""
+        """Return round -> value under these nested keys of the records, where there is one."""
         found = {record["round"]: look_up(record, path) for record in self.records}
         return {number: value for number, value in found.items() if value is not None}
 
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that differ in nothing but the seed and what does not matter to the model."""
+    """Runs that differ only in the seed and in knobs that do not affect the model."""
 
     key: dict[str, str]
-    """axis -> label, or knob -> value, of what tells the groups at hand apart"""
+    """axis -> label, or knob -> value, of what distinguishes the groups"""
     label: str
-    """the key in few words"""
+    """the key as text"""
     runs: list[Run]
-    """one for each seed, in the order of the seeds"""
+    """one per seed, in the order of the seeds"""
     repeats: list[Run] = dataclasses.field(default_factory=list)
-    """more runs of a seed that is there already: they say nothing about chance"""
+    """further runs of the same seeds, which add nothing to the statistics"""
     taus: bool = False
-    """whether masked groups at hand differ in tau, so that labels name it"""
+    """whether masked groups differ in tau, so that labels name it"""
 
     @property
     def first(self) -> Run:
-        """A run to read from what all of them share."""
+        """A run to read what all of them share from."""
         return self.runs[0]
 
     @property
@@ -124,7 +124,7 @@ class Group:
 
 
 def look_up(record: dict[str, Any], path: Iterable[str]) -> Any:
-    """What stands in a record under these keys, one inside the other; None where there is nothing."""
+    """Return the value under these nested keys of a record; None if there is none."""
     found: Any = record
     for key in path:
         found = found.get(key) if isinstance(found, dict) else None
@@ -132,20 +132,20 @@ def look_up(record: dict[str, Any], path: Iterable[str]) -> Any:
 
 
 def read_run(folder: Path, whole: bool = False) -> Run:
-    """The run in a folder; a `UserError` for what is none, `Damaged` for one with files that no run writes, or, if it
-    is to be `whole`, with lines that are no rounds."""
+    """Return the run in a folder; raise a `UserError` if there is none, `Damaged` if its files are not those of a run
+    or, with `whole`, have lines that are no rounds."""
     for name in (CONFIG, METRICS):
         if not os.path.lexists(folder / name):
             raise no_run(folder, f"No such file or directory: '{folder / name}'")
     config = read_config(folder)
     lines = list(read_lines(folder))
-    most = max(config["rounds"], len(lines))  # a larger number is damage, and to draw up to it may take all memory
-    sound = [line.record for line in lines if line.record is not None and line.record["round"] <= most]
-    records = {record["round"]: record for record in sound}  # the last of a round counts
-    spoilt = [line for line in lines if line.record is None or line.record["round"] > most]
-    torn = bool(lines) and lines[-1].torn  # while its last round was written: a run even so
-    if spoilt and (whole or not (records or torn)):
-        raise Damaged(folder / METRICS, f"is damaged: line {spoilt[0].number} {spoilt[0].wrong or 'is no round'}")
+    most = max(config["rounds"], len(lines))  # a larger number is damage, and a plot up to it could take all memory
+    valid = [line.record for line in lines if line.record is not None and line.record["round"] <= most]
+    records = {record["round"]: record for record in valid}  # the last record of a round wins
+    damaged = [line for line in lines if line.record is None or line.record["round"] > most]
+    torn = bool(lines) and lines[-1].torn  # killed while its last round was written: still a run
+    if damaged and (whole or not (records or torn)):
+        raise Damaged(folder / METRICS, f"is damaged: line {damaged[0].number} {damaged[0].wrong or 'is no round'}")
     dealt, finished = read(folder / PARTITION, Dealt, MOST_PARTITION) or {}, read(folder / FINISHED, Finished)
     metric, rises = read_goal(dealt.get("objective"), list(records.values()))
     by_round = [records[number] for number in sorted(records)]
@@ -153,7 +153,7 @@ def read_run(folder: Path, whole: bool = False) -> Run:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The configuration of the run in a folder, by dotted knobs."""
+    """Return the configuration of the run in a folder, by dotted knobs."""
     try:
         return flat(read_yaml(folder / CONFIG))
     except ValueError as error:
@@ -161,12 +161,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def no_run(folder: Path, why: str) -> UserError:
-    """The error for a folder that is no run's."""
+    """Return the error for a folder without a run."""
     return UserError(f"'{folder}' is no run folder that can be read ({why}); give the --out of a training run")
 
 
 def labels_of(folder: Path) -> dict[str, str]:
-    """The labels of a run in the sweep that it belongs to; empty where there is none."""
+    """Return the labels of a run in its sweep; {} if it belongs to none."""
     here = folder.resolve()
     runs = read_json(here.parent / SWEEP).get("runs")
     labels = runs.get(here.name) if isinstance(runs, dict) else None
@@ -174,20 +174,20 @@ def labels_of(folder: Path) -> dict[str, str]:
 
 
 def find_runs(paths: list[Path]) -> list[Run]:
-    """The runs in these folders, each a run, a sweep or a tree with runs in it, in a stable order and none twice; a
-    `UserError` for a folder without one."""
+    """Return the runs in these folders, each a run, a sweep or a tree of runs, in a stable order without repetition;
+    raise a `UserError` for a folder without runs."""
     found: dict[Path, Path] = {}
     for path in paths:
         folders = folders_in(path)
         if not folders and not os.path.lexists(path / CONFIG):
-            raise no_run(path, "nor is there one below it")
-        for folder in folders or [path]:  # the latter to be told what is amiss with it
+            raise no_run(path, "and there is none below it")
+        for folder in folders or [path]:  # the latter for the error message of `read_run`
             found.setdefault(folder.resolve(), folder)
     return [read_run(folder) for folder in found.values()]
 
 
 def folders_in(path: Path) -> list[Path]:
-    """The run folders at or below a path: those of a sweep in its order, others by name."""
+    """Return the run folders at or below a path: those of a sweep in its order, others by name."""
     if is_run(path):
         return [path]
     if (path / SWEEP).exists():
@@ -196,33 +196,33 @@ def folders_in(path: Path) -> list[Path]:
         shown = [one for one in path.iterdir() if one.is_dir() and not one.name.startswith(".")]
     except OSError as error:
         raise no_run(path, str(error)) from None
-    inside = [one for one in shown if not one.is_symlink() or is_run(one)]  # links to folders above would never end
+    inside = [one for one in shown if not one.is_symlink() or is_run(one)]  # a link to a folder above would never end
     return [folder for one in sorted(inside, key=natural) for folder in folders_in(one)]
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder has what every run has from its first moment on."""
+    """Return whether a folder has the files that every run has from its start."""
     return (folder / CONFIG).is_file() and (folder / METRICS).is_file()
 
 
 def natural(path: Path) -> list[tuple[int, str]]:
-    """A key that sorts names as people do: seed2 before seed10."""
+    """Return a sort key with numbers in numerical order: seed2 before seed10."""
     return [(int(piece), "") if piece.isdecimal() else (-1, piece) for piece in re.split(r"(\d+)", path.name)]
 
 
 def read_sweep_record(folder: Path) -> dict[str, Any]:
-    """The sweep.json of a sweep folder; a `UserError` where it cannot be read."""
+    """Return the sweep.json of a sweep folder; raise a `UserError` if it cannot be read."""
     record = read_json(folder / SWEEP)
-    said = record.get("published", [])
-    published = [said] if isinstance(said, dict) else said  # of the first version, which knew one table
-    sound = isinstance(published, list) and all(is_published(part) for part in published)
-    if not sound or not all(isinstance(record.get(part), dict) for part in ("runs", "axes")):
-        raise UserError(f"'{folder / SWEEP}' is no record of a sweep; start the sweep again, which writes it anew")
+    tables = record.get("published", [])
+    published = [tables] if isinstance(tables, dict) else tables  # the first version had one table
+    valid = isinstance(published, list) and all(is_published(part) for part in published)
+    if not valid or not all(isinstance(record.get(part), dict) for part in ("runs", "axes")):
+        raise UserError(f"'{folder / SWEEP}' is no record of a sweep; start the sweep again, which rewrites it")
     return record | {"published": published}
 
 
 def is_published(part: Any) -> bool:
-    """Whether a paper's table, and its rows where there are some, have the shape of such."""
+    """Return whether a value has the shape of a published table."""
     if not isinstance(part, dict):
         return False
     rows = part.get("rows", [])
@@ -231,31 +231,32 @@ def is_published(part: Any) -> bool:
 
 
 def sweep_runs(folder: Path) -> list[str]:
-    """The names of a sweep's run folders."""
+    """Return the names of a sweep's run folders."""
     names = list(read_sweep_record(folder)["runs"])
-    odd = [name for name in names if name in ("", ".", "..") or os.path.basename(name) != name]
-    if odd:
-        raise UserError(f"'{folder / SWEEP}' names '{odd[0]}', which is no folder beside it; start the sweep again")
+    wrong = [name for name in names if name in ("", ".", "..") or os.path.basename(name) != name]
+    if wrong:
+        raise UserError(f"'{folder / SWEEP}' names '{wrong[0]}', which is no folder next to it; start the sweep again")
     return names
 
 
 def differences(runs: list[Run]) -> dict[str, list[Any]]:
-    """The knobs in which runs differ, with their values in the order of the runs; those that do not matter left out."""
+    """Return the knobs in which runs differ, without those of `IDLE`, with their values in the order of the runs."""
     names = dict.fromkeys([*DEFAULTS, *(name for run in runs for name in run.config)])
     values = {name: [run.config.get(name) for run in runs] for name in names if not name.startswith(IDLE)}
     return {name: column for name, column in values.items() if any(value != column[0] for value in column)}
 
 
 def essence(run: Run) -> dict[str, Any]:
-    """The knobs that make the model, without the seed. Plain averaging has no threshold, and sand alone a sharpness."""
+    """Return the knobs that affect the model, without the seed. Plain averaging has no threshold, only sand a
+    sharpness."""
     unread = {"mean": ("tau", "sharpness"), "sand": ()}.get(run.mask, ("sharpness",))
     left_out = ("seed", *unread)
     return {k: v for k, v in run.config.items() if k not in left_out and not k.startswith(IDLE)}
 
 
 def group(runs: list[Run]) -> list[Group]:
-    """The runs in groups that differ in the seed alone, in the order in which they first come: by the labels where all
-    belong to one sweep, else by the knobs, of which those of the task are told whenever they differ."""
+    """Return groups of runs that differ only in the seed, in the order of their first runs: by the labels if all belong
+    to one sweep, else by the knobs, of which those of the task are always named if they differ."""
     sweeps = {run.sweep for run in runs}
     swept = len(sweeps) == 1 and None not in sweeps
     keys, members = [], list[list[Run]]()
@@ -265,16 +266,16 @@ def group(runs: list[Run]) -> list[Group]:
             keys.append(key)
             members.append([])
         members[keys.index(key)].append(run)
-    apart, taus = telling(keys, () if swept else TASK), differ_in_tau(run.config for run in runs)
+    apart, taus = distinguishing(keys, () if swept else TASK), differ_in_tau(run.config for run in runs)
     return [
         make_group({name: word(key[name]) for name in apart if name in key}, found, taus)
         for key, found in zip(keys, members, strict=True)
     ]
 
 
-def telling(keys: list[dict[str, Any]], always: Iterable[str] = ()) -> list[str]:
-    """The names that tell keys apart, without those that say nothing new, such as a rate that goes with its algorithm,
-    unless they are to be told `always`."""
+def distinguishing(keys: list[dict[str, Any]], always: Iterable[str] = ()) -> list[str]:
+    """Return the names that distinguish keys, without redundant ones, such as a learning rate that depends on the
+    algorithm, unless they are in `always`."""
     kept: list[str] = []
     classes = 1
     for name in dict.fromkeys(name for key in keys for name in key):
@@ -286,7 +287,7 @@ def telling(keys: list[dict[str, Any]], always: Iterable[str] = ()) -> list[str]
 
 
 def make_group(key: dict[str, str], runs: list[Run], taus: bool = False) -> Group:
-    """The group of runs with a key; of several with one seed, the one that came furthest stands for it."""
+    """Return the group of runs with a key; of several with one seed, the one with most rounds represents it."""
     ahead = sorted(runs, key=lambda run: -len(run.records))
     best = {run.seed: run for run in reversed(ahead)}
     chosen = [best[seed] for seed in sorted(best)]
@@ -295,27 +296,28 @@ def make_group(key: dict[str, str], runs: list[Run], taus: bool = False) -> Grou
 
 
 def counted(group: Group) -> list[Run]:
-    """The runs of a group that count: those that are done, or all where none is."""
+    """Return the runs of a group that count: those that are done, or all if none is."""
     return [run for run in group.runs if run.done] or group.runs
 
 
 def describe(key: Mapping[str, str], config: Mapping[str, Any], taus: bool = False, algorithm: bool = True) -> str:
-    """Return the label of a run: what its key says, and always its mask, with its algorithm unless that is told
-    elsewhere. `taus`: with the threshold of the mask."""
+    """Return the label of a run: its key and always its mask, with its algorithm if `algorithm`. `taus`: with the
+    threshold of the mask."""
     return ", ".join([*words(key, config, taus), pairing(key, config, taus, algorithm)])
 
 
 def words(key: Mapping[str, str], config: Mapping[str, Any], taus: bool = False) -> list[str]:
-    """What a key says beside algorithm and mask: values that speak for themselves alone, others behind their name."""
-    told = ["algorithm", "mask"]
-    told += ["tau"] if taus and config["mask"] != "mean" and key.get("tau") == word(config["tau"]) else []
-    rest = {name: value for name, value in key.items() if name not in told}
+    """Return the parts of a key other than algorithm and mask, with their names unless the values are clear without."""
+    elsewhere = ["algorithm", "mask"]
+    if taus and config["mask"] != "mean" and key.get("tau") == word(config["tau"]):
+        elsewhere.append("tau")
+    rest = {name: value for name, value in key.items() if name not in elsewhere}
     return [value if speaks(name, value) else f"{name} {value}" for name, value in rest.items()]
 
 
 def pairing(key: Mapping[str, str], config: Mapping[str, Any], taus: bool = False, algorithm: bool = True) -> str:
-    """Return the algorithm and the mask of a run, "fedavg + gma", by their labels in the key where it has them; a label
-    that hides the mask's name is followed by that."""
+    """Return the algorithm and the mask of a run, "fedavg + gma", by their labels if the key has them; a label other
+    than the mask's name is followed by that."""
     mask, own = key.get("mask", config["mask"]), config["mask"]
     mask = mask if mask in (own, own.rpartition(":")[2]) else f"{mask} ({own})"
     mask += f" {config['tau']:g}" if taus and own != "mean" else ""
@@ -323,18 +325,18 @@ def pairing(key: Mapping[str, str], config: Mapping[str, Any], taus: bool = Fals
 
 
 def differ_in_tau(configs: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether runs with a mask that has a threshold differ in it."""
+    """Return whether runs with a masking threshold differ in it."""
     return len({config["tau"] for config in configs if config["mask"] != "mean"}) > 1
 
 
 def speaks(name: str, value: str) -> bool:
-    """Whether a value needs no name in front: a word, of a knob of words or an axis that a sweep has named itself."""
+    """Return whether a value is clear without its name: a word of a `PLAIN` knob or of a sweep's own axis."""
     number = re.fullmatch(r"[-+\d.e]+|true|false|null|inf", value) is not None
     return not number and (name in PLAIN or name not in DEFAULTS)
 
 
 def word(value: Any) -> str:
-    """A knob's value as people write it."""
+    """Return a knob's value as text."""
     if isinstance(value, float) and float(f"{value:g}") == value:
         return f"{value:g}"
     return value if isinstance(value, str) else json.dumps(value)

@@ -1,17 +1,17 @@
-# What slurm/local/up and slurm/local/down share. A cluster is a folder: its settings, its logs, and a process id file
-# for each daemon.
+# Shared by slurm/local/up and slurm/local/down. A cluster is a folder with its settings, its logs, and one process id
+# file per daemon.
 # shellcheck shell=bash
 
-MARK=made-by-slurm-local-up  # only a folder with this file is ever removed; it holds the number of nodes
+MARK=made-by-slurm-local-up  # only a folder with this file is ever removed; it contains the number of nodes
 PATH=$PATH:/usr/sbin:/sbin
-unset "${!SLURM_@}"  # inside a job of another Slurm: not its settings
+unset "${!SLURM_@}"  # ignore the settings of another Slurm in whose job this runs
 
-# The folder that is meant, as an absolute path.
+# Prints the folder of the cluster as an absolute path.
 box_folder() {
     realpath -ms -- "${1:-${TMPDIR:-/tmp}/fedmpi-slurm-$(id -u)}"
 }
 
-# The daemons that belong to a folder, as the names of their process id files.
+# Prints the daemons of a folder, as the names of their process id files.
 daemons() {
     local n nodes
     nodes=$(cat "$1/$MARK")
@@ -22,8 +22,8 @@ daemons() {
     done
 }
 
-# The process of a daemon, nothing where it does not live. A number may have gone to another process since it was
-# written, so the command line has to name this folder.
+# Prints the process id of a daemon, nothing if it is not running. The number may have been reused by another process,
+# so the command line must name this folder.
 process_of() {
     local pid
     pid=$(cat "$1/$2.pid" 2>/dev/null) || return 0
@@ -33,7 +33,7 @@ process_of() {
     fi
 }
 
-# The daemons of a folder that live.
+# Prints the running daemons of a folder.
 living() {
     local daemon
     for daemon in $(daemons "$1"); do
@@ -41,14 +41,14 @@ living() {
     done
 }
 
-# Start the daemons.
+# Starts the daemons.
 start_daemons() {
     local dir=$1 daemon node
     export SLURM_CONF=$dir/slurm.conf
     head -c 1024 /dev/urandom >"$dir/munge.key"
     for daemon in $(daemons "$dir"); do
         case $daemon in
-            munge)  # --force: it would have everybody enter the folder
+            munge)  # --force: munged would require that everybody can enter the folder
                 munged --force --num-threads=2 --socket="$dir/munge.sock" --key-file="$dir/munge.key" \
                     --pid-file="$dir/munge.pid" --log-file="$dir/munge.log" --seed-file="$dir/munge.seed" ;;
             slurmctld)
@@ -62,7 +62,7 @@ start_daemons() {
     done
 }
 
-# End the daemons: slurmd before slurmctld before munged. One that does not leave in 10 seconds is killed.
+# Ends the daemons: slurmd before slurmctld before munged. One that does not exit within 10 seconds is killed.
 end_daemons() {
     local dir=$1 daemon pid
     for daemon in $(daemons "$dir" | tac); do
@@ -77,7 +77,7 @@ end_daemons() {
     done
 }
 
-# Processes of jobs of this cluster: their environment names its settings, and a job unless it is Slurm's own.
+# Prints the processes of this cluster's jobs: their environment names its settings, and a job unless it is Slurm's own.
 strays() {
     local file pid
     for file in $(grep -lzFxs "SLURM_CONF=$1/slurm.conf" /proc/[0-9]*/environ); do
@@ -88,14 +88,14 @@ strays() {
     done
 }
 
-# End what is left of jobs when the daemons are gone, as there is where one of them died before its jobs.
+# Ends what is left of jobs when the daemons are gone, which happens if a daemon died before its jobs.
 end_strays() {
     local sent pids
     for sent in TERM KILL; do
         for _ in {1..20}; do
             pids=$(strays "$1")
             [[ -n $pids ]] || return 0
-            # shellcheck disable=SC2086  # one word a process
+            # shellcheck disable=SC2086  # one word per process
             kill "-$sent" $pids 2>/dev/null || true
             sleep 0.1
         done

@@ -112,7 +112,7 @@ def test_a_wrong_number_of_restarts_is_one_sentence(script: str, arguments: list
     with started(script, *arguments, log=tmp_path / "log") as process:
         assert process.wait(20) == 2
     (said,) = (tmp_path / "log").read_text().splitlines()
-    assert "--max-restarts is '" in said and "it must be a whole number from 0 up" in said
+    assert "--max-restarts is '" in said and "it must be a whole number of at least 0" in said
 
 
 @pytest.mark.parametrize("script", [*SCRIPTS, "submit"])

@@ -95,14 +95,14 @@ def test_two_clusters_side_by_side_listen_on_loopback_only_and_leave_nothing(fol
     assert list(folder.iterdir()) == [] and not any(lives(pid) for pid in pids.values())
 
 
-def test_twice_is_a_sentence_going_up_and_nothing_going_down(folder: Path) -> None:
+def test_twice_is_a_message_going_up_and_nothing_going_down(folder: Path) -> None:
     box = folder / "box"
     control("up", "--dir", str(box))
     again = call("up", "--dir", str(box))
     assert again.returncode == 2 and again.stdout == ""
-    assert f"already up in {box}: use it by 'export SLURM_CONF={box}/slurm.conf'" in again.stderr
+    assert f"already up in {box}: use it with 'export SLURM_CONF={box}/slurm.conf'" in again.stderr
     assert ask(box, "srun", "-N2", "hostname"), "and it still runs"
-    for said in ("is gone", "nothing is up in"):
+    for said in ("is removed", "nothing is running in"):
         done = call("down", "--dir", str(box))
         assert done.returncode == 0 and said in done.stderr
 
@@ -164,27 +164,27 @@ def test_root_is_not_needed(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "script, arguments, sentence",
+    "script, arguments, message",
     [
         ("up", ["--nodes", "0"], "--nodes is '0'; it must be a whole number from 1 to 99"),
         ("up", ["--nodes"], "--nodes needs a value"),
         ("up", ["--node", "2"], "unknown argument '--node'; known: --nodes N, --dir DIR, --quiet"),
         ("up", ["--dir", "full"], "it exists or its parent cannot be written"),
-        ("up", ["--dir", "with space"], "has characters that Slurm's settings cannot hold"),
+        ("up", ["--dir", "with space"], "has characters that are not allowed in Slurm's settings"),
         ("up", ["--dir", "x" * 120], "is longer than 90 characters"),
-        ("down", ["--dir", "full"], "was not made by slurm/local/up, so it is left alone"),
+        ("down", ["--dir", "full"], "was not made by slurm/local/up, so it is not removed"),
         ("down", ["--all"], "unknown argument '--all'; known: --dir DIR, --quiet"),
     ],
 )
-def test_a_mistake_is_one_sentence(
-    script: str, arguments: list[str], sentence: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_mistake_is_one_error_message(
+    script: str, arguments: list[str], message: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
     (folder / "full").mkdir()
     (folder / "full" / "mine").touch()
     done = call(script, *arguments)
     assert done.returncode == 2 and done.stdout == ""
-    assert sentence in done.stderr and len(done.stderr.splitlines()) == 1
+    assert message in done.stderr and len(done.stderr.splitlines()) == 1
     assert (folder / "full" / "mine").exists()
 
 

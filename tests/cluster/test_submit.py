@@ -1,299 +1,212 @@
-"""Jobs for real, on a Slurm of two nodes and on this machine: runs are submitted, looked at, stopped, killed and
-cancelled, and end with the bits of one that nobody disturbed."""
+"""`fedmpi submit`: what it refuses and what it hands over; no Slurm needed."""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
-import os
-import re
-import signal
-import subprocess
+import fcntl
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import slurm_box
-from conftest import need, rank_environment
+from run_folders import COUNTERS, make_run, save
+from shell import sandbox
 
-from fedmpi.cluster.status import kept_alive, look, slurm_job
+from fedmpi.cluster import arrays, submit
 from fedmpi.commands import main
+from fedmpi.runs.build import prepare
+from fedmpi.runs.checkpoint import sealed
+from fedmpi.runs.options import parse
+from fedmpi.runs.rank import Rank
 
-pytestmark = [pytest.mark.launchers, pytest.mark.timeout(800)]
-
-# A mask of the user's own, found in the folder of the submission: its rounds take long enough to step in between.
-PACE = """
-import time
-from pathlib import Path
-
-def slow(knobs):
-    def mask(votes, clients):
-        if len(votes) > 1000:  # not when it is tried before the run
-            time.sleep(0.1)
-            if Path("broken").exists():
-                raise RuntimeError("broken on purpose")
-        return votes.abs().float() / clients
-    return mask
-"""
-ROUNDS = 80
-RUN = (
-    f"train --mask pace:slow --rounds {ROUNDS} --checkpoint.every 1 --data glyphs --model logistic --split iid "
-    "--clients 20 --cohort 5 --local.steps 3 --eval.samples 200 --threads 1 --log_to none --out"
-).split()
-FEDMPI = [sys.executable, "-m", "fedmpi"]
+TINY = ["--data", "glyphs", "--clients", "4", "--cohort", "2", "--rounds", "1"]
+LOCAL = ["--executor", "local"]
 
 
-@pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The folder that everything is submitted from, with no launcher's variables around."""
-    pytest.importorskip("submitit")
-    folder = tmp_path_factory.mktemp("here")
-    (folder / "pace.py").write_text(PACE)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        clean = rank_environment()
-        for name in set(os.environ) - set(clean):
-            patch.delenv(name)
-        for name, value in clean.items():
-            patch.setenv(name, value)
-        yield folder
-        for run in ("kept", "dropped"):  # after a failure
-            if kept_alive(folder / run):
-                main(["cancel", str(folder / run)])
-
-
-@pytest.fixture(scope="module")
-def cluster(here: Path) -> Iterator[None]:
-    """A running Slurm of two nodes, which the commands of this process talk to."""
-    absent = slurm_box.missing()
-    need("slurm", not absent, f"{', '.join(absent)} not installed (Debian: slurm-wlm, munge)")
-    with slurm_box.slurm() as variables, pytest.MonkeyPatch.context() as patch:
-        for name, value in variables.items():
-            patch.setenv(name, value)
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in COUNTERS:
+        monkeypatch.delenv(name, raising=False)
+    with sandbox():
         yield
 
 
-@pytest.fixture(scope="module")
-def alone(here: Path) -> str:
-    """The digest of the model that one rank trains undisturbed."""
-    done = subprocess.run([*FEDMPI, *RUN, "alone"], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return digest(Path("alone"))
-
-
-def digest(run: Path) -> str:
-    return hashlib.sha256((run / "model.safetensors").read_bytes()).hexdigest()
-
-
-def submit(capsys: pytest.CaptureFixture[str], *options: str, run: str, more: tuple[str, ...] = ()) -> str:
-    """Submit a run in this process, which has everything imported; returns the job's id."""
-    assert main(["submit", *options, "--", *RUN, run, *more]) == 0
-    match = re.search(r"submitted (?:Slurm|local) job (\d+): ", capsys.readouterr().out)
-    assert match is not None
-    return match[1]
-
-
-def slurm(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-
-
-def until(true: Callable[[], Any], what: str, seconds: float = 150) -> Any:
-    """Wait for something to come true."""
-    deadline = time.monotonic() + seconds
-    while not (value := true()):
-        assert time.monotonic() < deadline, f"{what} took longer than {seconds} seconds\n{logs()}"
-        time.sleep(0.05)
-    return value
-
-
-def logs() -> str:
-    """The ends of all logs, for a test that failed."""
-    return "\n".join(f"{path}:\n{path.read_text()[-2000:]}" for path in sorted(Path().glob("*/slurm/*log*")))
-
-
-def rounds(run: str) -> int:
-    with contextlib.suppress(OSError):
-        return Path(run, "metrics.jsonl").read_bytes().count(b"\n")
-    return 0
-
-
-def starts(run: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path(run, "starts.jsonl").read_text().splitlines()]
-
-
-def state(run: str) -> str:
-    return str(look(Path(run))["state"])
-
-
-def ranks(run: str, variable: str) -> dict[str, int]:
-    """The processes of a run's ranks by their numbers."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-            if b"submitit.core._submit" in words and str(Path(run, "slurm").absolute()).encode() in words:
-                variables = dict(v.split("=", 1) for v in (folder / "environ").read_text().split("\0") if "=" in v)
-                if words[0].endswith(b"python") and variable in variables:
-                    found[variables[variable]] = int(folder.name)
-    return found
-
-
-def disturb_all(disturb: dict[str, Callable[[], Any]]) -> None:
-    """Do something to each run as soon as it has had ten rounds."""
-    while disturb:
-        run = until(lambda: next((run for run in disturb if rounds(run) >= 10), None), f"a round of {list(disturb)}")
-        assert state(run) == "running", "it is in the middle"
-        disturb.pop(run)()
-
-
-def test_jobs_on_two_nodes_survive_whatever_happens_to_them(
-    cluster: None, alone: str, capsys: pytest.CaptureFixture[str], mpiexec: list[str]
-) -> None:
-    """All in the queue at once. Five are disturbed after ten rounds; four of them are to go on by themselves."""
-    slurm("scontrol", "update", "PartitionName=main", "State=DOWN")
-    two = ("--nodes", "2", "--time", "8")
-    jobs = {name: submit(capsys, *two, run=name) for name in ("warned", "batch", "requeued", "killed", "cancelled")}
-    jobs["mpi"] = submit(capsys, *two, "--mpi", "pmi2", run="mpi", more=("--comm", "mpi"))
-    jobs["unread"] = submit(capsys, run="unread", more=("--data", "mnist", "--data_root", "nowhere"))
-    for run, job in jobs.items():
-        seen = look(Path(run))
-        assert (seen["state"], seen["job"], seen["round"], seen["rounds"]) == ("queued", job, 0, ROUNDS)
-        assert "PartitionDown" in seen["why"] and Path(run).stat().st_mode & 0o777 == 0o700
-    assert main(["submit", "--", *RUN, "warned"]) == 2
-    assert f"belongs to Slurm job {jobs['warned']}, which is PENDING" in capsys.readouterr().err
-    slurm("scontrol", "update", "PartitionName=main", "State=UP")
-
-    disturb: dict[str, Callable[[], Any]] = {
-        "warned": lambda: slurm("scancel", "--signal=USR2", jobs["warned"]),
-        "batch": lambda: slurm("scancel", "--batch", "--signal=TERM", jobs["batch"]),
-        "requeued": lambda: slurm("scontrol", "requeue", jobs["requeued"]),
-        "killed": lambda: os.kill(ranks("killed", "SLURM_PROCID")["1"], signal.SIGKILL),
-        "cancelled": lambda: main(["cancel", "cancelled"]),
-    }
-    disturb_all(disturb)
-    said = capsys.readouterr().out
-    assert re.search(rf"cancelled: Slurm job {jobs['cancelled']} cancelled; the checkpoint of round \d+ is kept", said)
-    assert state("cancelled") == "cancelled" and len(starts("cancelled")) == 1
-    assert main(["cancel", "cancelled"]) == 2 and "is not running: it is cancelled" in capsys.readouterr().err
-    again = submit(capsys, "--nodes", "1", "--ranks_per_node", "2", run="cancelled")
-    assert int(again) > int(jobs["cancelled"]), "a new job, as the old one is not revived"
-
-    for run in ("warned", "batch", "requeued", "killed", "cancelled", "mpi"):
-        until(lambda run=run: Path(run, "finished.json").exists(), f"the end of {run}")
-        assert digest(Path(run)) == alone and state(run) == "finished"
-        lives = starts(run)
-        assert len(lives) == (1 if run == "mpi" else 2) and all(life["ranks"] == 2 for life in lives)
-        assert run == "mpi" or 0 < lives[1]["round"] < ROUNDS, "it went on from a checkpoint"
-    assert starts("mpi")[0]["comm"] == "mpi"
-    assert [life["job"] for life in starts("warned")] == [jobs["warned"]] * 2
-    first, *_ = Path("warned", "lives.jsonl").read_text().splitlines()  # Slurm may end one more before it has begun
-    assert json.loads(first)["round"] == starts("warned")[1]["round"]
-
-    seen = until(lambda: (s := look(Path("unread")))["state"] == "failed" and s, "the end of a run that has no data")
-    assert "exit code 2; not started again" in seen["why"] and "nowhere" in "\n".join(seen["error"])
-
-
-def test_a_fault_that_comes_again_ends_a_job_after_its_retries(
-    cluster: None, here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (here / "own").mkdir()
-    with contextlib.chdir("own"):
-        (here / "own" / "pace.py").write_text(PACE)
-        (here / "own" / "broken").touch()
-        submit(capsys, "--retries", "1", run="broken-run")
-        until(lambda: state("broken-run") == "requeued", "the second life in the queue")
-        seen = until(lambda: (s := look(Path("broken-run")))["state"] == "failed" and s, "the last fault")
-        assert "exit code 1; not started again, as no round was added to the 0 that are saved in 2 lives" == seen["why"]
-        assert any("broken on purpose" in line for line in seen["error"])
-        assert main(["status", "broken-run"]) == 0 and "broken on purpose" in capsys.readouterr().out
-
-
-STUBBORN = """#!/bin/bash
-#SBATCH --output=stubborn.log --requeue
-trap '' TERM
-touch stubborn
-until [ -e go ]; do sleep 0.1; done
-{python} -m fedmpi requeue 75
-"""
-
-
-def test_a_cancelled_job_is_not_revived_by_its_own_script(cluster: None) -> None:
-    """Most scripts die when they are cancelled; this one lives on for Slurm's KillWait, long enough to ask."""
-    Path("stubborn.sh").write_text(STUBBORN.format(python=sys.executable))
-    job = slurm("sbatch", "--parsable", "stubborn.sh").strip()
-    until(Path("stubborn").exists, "a script")
-    slurm("scancel", job)
-    Path("go").touch()
-    said = until(lambda: re.search(".*queued again.*", Path("stubborn.log").read_text()), "its word")[0]
-    assert said == f"fedmpi: job {job} stopped in good order; not queued again: it is COMPLETING already"
-    facts = until(lambda: (facts := slurm_job(job)) and facts["JobState"] == "CANCELLED" and facts, "its end")
-    assert facts["Restarts"] == "0"
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return make_run(tmp_path / "run")
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "train", "said"),
     [
-        (["--partition", "nowhere"], "sbatch refused the job: invalid partition specified: nowhere"),
-        (["--constraint", "moon"], "sbatch refused the job: Batch job submission failed: Invalid feature"),
+        ([], None, "submit was given nothing to run; write it after the options: fedmpi submit ... -- train ..."),
+        ([], ["compare"], "submit was given 'compare' to run"),
+        (["--nodes", "0"], ["train"], "--nodes is 0; it must be at least 1"),
+        (["--nodez", "1"], ["train"], "unknown option '--nodez'; did you mean '--nodes'?"),
+        (["--executor", "slrm"], ["train"], "unknown executor 'slrm'; did you mean 'slurm'?"),
+        (["--mpi", "pmi3"], ["train"], "unknown --mpi 'pmi3'; did you mean 'pmix'? known: none, pmi2, pmix"),
+        (["--partition", "a\nb"], ["train"], "--partition is 'a\\nb'; it must be printable text on one line"),
+        ([*LOCAL, "--nodes", "2"], ["train"], "--nodes is 2 but --executor local is this machine only"),
+        ([*LOCAL, "--time", "5"], ["train"], "--time cannot be used with --executor local"),
+        (["--time", "1", "--signal_seconds", "50"], ["train"], "it must be at most half of that"),
+        ([*LOCAL], ["train", "--tau", "2"], "--tau is 2.0; it must be in [0, 1]"),
+        ([*LOCAL], ["train", "--algorithm", "fedadm"], "unknown algorithm 'fedadm'; did you mean 'fedadam'?"),
+        ([*LOCAL], ["train", "--comm", "mpi"], "--comm is mpi but local jobs start no MPI ranks by themselves"),
+        ([*LOCAL], ["train", "--ranks", "2"], "--ranks is 2 but a job starts its own ranks; use 'submit"),
+        ([*LOCAL, "--mpi", "pmi2"], ["train"], "--mpi cannot be used with --executor local"),
+        ([*LOCAL], ["train", "--out", "runs/50%j"], "has a character with a special meaning for Slurm"),
     ],
 )
-def test_what_sbatch_refuses_is_one_sentence_and_leaves_nothing_behind(
-    options: list[str], said: str, cluster: None, capsys: pytest.CaptureFixture[str]
+def test_a_wrong_submission_is_one_sentence_and_leaves_nothing_behind(
+    options: list[str],
+    train: list[str] | None,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["submit", *options, "--", *RUN, "refused"]) == 2
+    monkeypatch.chdir(tmp_path)
+    after = [] if train is None else ["--", *train]
+    assert main(["submit", *options, *after]) == 2
     err = capsys.readouterr().err
-    assert said in err and err.count("\n") == 1 and not Path("refused").exists()
+    assert said in err and err.count("\n") == 1 and err.startswith("fedmpi: ")
+    assert not list(tmp_path.iterdir())
 
 
-def test_a_job_that_waits_for_more_than_there_is_says_so_and_can_be_cancelled(
-    cluster: None, capsys: pytest.CaptureFixture[str]
+def test_submitting_needs_sbatch_or_says_what_else_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    submit(capsys, "--nodes", "3", run="hopeless")
-    seen = until(lambda: (s := look(Path("hopeless")))["why"].startswith("PartitionNodeLimit") and s, "the reason")
-    assert seen["state"] == "queued"
-    assert main(["cancel", "hopeless"]) == 0
-    assert "cancelled; no checkpoint was written" in capsys.readouterr().out and state("hopeless") == "cancelled"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["submit", "--", "train", *TINY, "--out", str(tmp_path / "run")]) == 2
+    assert "sbatch and srun were not found" in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
-def test_mpi_needs_a_word_on_how_srun_starts_it(cluster: None, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["submit", "--nodes", "2", "--", *RUN, "refused", "--comm", "mpi"]) == 2
-    assert "add --mpi pmi2 (MPICH) or --mpi pmix (Open MPI)" in capsys.readouterr().err
-    assert not Path("refused").exists()
-
-
-def test_local_jobs_go_on_after_a_stop_and_a_kill_and_end_when_cancelled(
-    here: Path, alone: str, capsys: pytest.CaptureFixture[str]
+def test_submitting_needs_submitit_and_nothing_else_does(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two at once, each with two ranks; the command that submits returns while they run, and its output is closed."""
-    local = ["--executor", "local", "--ranks_per_node", "2", "--setup", "export SET_UP=yes"]
-    done = subprocess.run([*FEDMPI, "submit", *local, "--", *RUN, "kept"], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0 and "submitted local job" in done.stdout and not done.stderr
-    submit(capsys, *local, run="dropped")
-    assert state("kept") == "running" and state("dropped") == "running"
-    assert main(["submit", "--executor", "local", "--", *RUN, "kept"]) == 2
-    assert "which is running" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    assert main(["submit", *LOCAL, "--", "train", *TINY, "--out", str(tmp_path / "new")]) == 2
+    assert "pip install submitit" in capsys.readouterr().err and not (tmp_path / "new").exists()
+    assert main(["status", str(run)]) == 0 and main(["requeue", "0"]) == 0
 
-    keeper = int(json.loads(Path("dropped", "job.json").read_text())["job"])
-    assert os.getsid(keeper) == keeper, "no terminal takes it along when it is closed"
 
-    disturb: dict[str, Callable[[], Any]] = {
-        "kept": lambda: os.kill(ranks("kept", "SUBMITIT_LOCAL_GLOBALID")["1"], signal.SIGUSR2),
-        "dropped": lambda: main(["cancel", "dropped"]),
-    }
-    disturb_all(disturb)
-    assert "cancelled; the checkpoint of round" in capsys.readouterr().out
-    assert state("dropped") == "cancelled" and len(starts("dropped")) == 1 and not ranks("dropped", "SET_UP")
-    until(lambda: len(starts("kept")) == 2 and rounds("kept") >= starts("kept")[1]["round"] + 5, "its second life")
-    os.kill(ranks("kept", "SUBMITIT_LOCAL_GLOBALID")["0"], signal.SIGKILL)
-    submit(capsys, "--executor", "local", run="dropped")
-    for run in ("kept", "dropped"):
-        until(lambda run=run: Path(run, "finished.json").exists(), f"the end of {run}")
-        assert digest(Path(run)) == alone and state(run) == "finished"
-    assert [life["restart"] for life in starts("kept")] == [0, 1, 2] and len(starts("dropped")) == 2
-    rounds_before = [life["round"] for life in starts("kept")]
-    assert 0 < rounds_before[1] < rounds_before[2] < ROUNDS
-    until(lambda: not kept_alive(Path("kept")) and not kept_alive(Path("dropped")), "the end of the keepers")
+def test_folders_of_others_of_finished_and_of_running_runs_are_refused(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(out: Path, *more: str) -> str:
+        before = sorted(out.rglob("*"))
+        assert main(["submit", *LOCAL, "--", "train", *TINY, *more, "--out", str(out)]) == 2
+        assert sorted(out.rglob("*")) == before
+        return capsys.readouterr().err
+
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "thesis.tex").touch()
+    assert "holds files that are no run of fedmpi" in refused(other)
+    with open(run / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write('{"host": "n1", "pid": 12, "launcher": "srun", "ranks": 2, "job": "5"}\n')
+        lock.flush()
+        assert "is in use by process 12 on n1, Slurm job 5" in refused(run)
+    (run / "slurm").mkdir()
+    (run / "job.json").write_text('{"job": "12", "executor": "local", "host": "n1"}')
+    with open(run / "slurm" / "keeper", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "belongs to local job 12 on n1, which is running" in refused(run)
+    (run / "finished.json").write_text('{"rounds": 1}')
+    assert "already holds a finished run" in refused(run)
+
+
+def test_other_settings_than_those_of_the_checkpoint_are_told_at_once(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(run, 3)
+    manifest = run / "checkpoints" / "round-3" / "manifest.json"
+    about: dict[str, Any] = {"format": 1, "torch": "2", "round": 3, "ranks": 1, "vectors": [], "ints": [], "parts": []}
+    about |= {"config": {"seed": 5, "rounds": 1, "threads": 1, "device": "cpu"}, "prints": {}, "best": None, "last": {}}
+    manifest.write_text(sealed(about))
+    assert main(["submit", *LOCAL, "--", "train", *TINY, "--out", str(run)]) == 2
+    said = capsys.readouterr().err
+    assert "with other settings: --seed is 0 and was 5; give the same" in said
+    manifest.write_text(sealed(about | {"format": 99}))
+    assert main(["submit", *LOCAL, "--", "train", *TINY, "--out", str(run)]) == 2
+    assert "has format 99" in capsys.readouterr().err
+
+
+# What is handed over
+
+
+def test_the_script_asks_for_what_was_asked_and_requeues_right_after_the_run(tmp_path: Path) -> None:
+    submitit = pytest.importorskip("submitit")
+    options = submit.SubmitOptions(
+        2, 4, "gpu", 30, 6, 4, 1.5, "acc", "high", "a100", "my run", mpi="pmi2", setup="true"
+    )
+    given = arrays.slurm_parameters(options, [tmp_path / "a run"], tmp_path / "a run")
+    text = submitit.slurm.slurm._make_sbatch_string(command="COMMAND", folder=tmp_path / "a run" / "slurm", **given)
+    lines = text.splitlines()
+    for option in (
+        "nodes=2 ntasks-per-node=4 partition=gpu time=30 cpus-per-task=6 gpus-per-node=4 mem=1536M account=acc "
+        "qos=high constraint=a100 signal=USR2@120 open-mode=append requeue"
+    ).split():
+        assert f"#SBATCH --{option}" in lines
+    assert "#SBATCH --job-name='my run'" in lines and "wckey" not in text
+    at = next(i for i, line in enumerate(lines) if line.startswith("srun --"))
+    for option in ("--kill-on-bad-exit=1", "--open-mode=append", "--mpi=pmi2", "--cpus-per-task=6"):
+        assert option in lines[at].split(), option
+    after = [line for line in lines[at + 1 :] if line and not line.startswith("#")]
+    again = f'{sys.executable} -m fedmpi requeue --retries 3 --run "${{runs[${{SLURM_ARRAY_TASK_ID:-0}}]}}" $code'
+    assert after == ["code=$?", f"runs=('{tmp_path}/a run')", again, "exit $?"] and lines.index("true") < at
+
+
+@pytest.mark.parametrize(("minutes", "seconds"), [(1, 15), (4, 60), (8, 120), (600, 120)])
+def test_the_warning_leaves_most_of_a_short_life(minutes: int, seconds: int) -> None:
+    assert submit.SubmitOptions(time=minutes).warning_seconds == seconds
+
+
+def test_a_task_trains_and_leaves_with_the_code_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[list[str]] = []
+    codes = iter([0, 75])
+
+    def train(self: Rank, arguments: list[str]) -> int:
+        heard.append(arguments)
+        return next(codes)
+
+    monkeypatch.setattr(Rank, "train", train)
+    task = submit.Train(["--config", "submitted.yaml"])
+    task()
+    with pytest.raises(SystemExit) as left:
+        task()
+    assert left.value.code == 75 and heard == [["--config", "submitted.yaml"]] * 2
+
+
+def test_ranks_that_differ_ask_for_what_their_job_needs() -> None:
+    supervisor = pytest.importorskip("fedmpi.cluster.supervisor")
+    asks = {(0, 0): 0, (75, 75): 75, (0, 75): 75, (-9, 1): 137, (144, -9): 75, (2, 1): 2, (0, 1): 1}
+    assert {codes: supervisor.overall(list(codes)) for codes in asks} == asks
+
+
+def test_a_path_is_shown_as_one_would_type_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert submit.shown(tmp_path / "runs" / "a") == Path("runs/a")
+    assert submit.shown(Path("/elsewhere")) == Path("/elsewhere")
+
+
+def test_a_job_trains_what_was_checked_whatever_becomes_of_the_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my.yaml").write_text("seed: 1\nrounds: 2\ndata: tiny\ndata_root: here\n")
+    Path("here").mkdir()
+    options = submit.SubmitOptions(time=10)
+    cfg, out = submit.checked_run(options, ["--config", "my.yaml", "--out", "run", "--model", "logistic"])
+    arguments = submit.prepare_folder(options, cfg, out).arguments
+    Path("my.yaml").write_text("seed: 99\n")
+    monkeypatch.chdir("/")
+    kept = prepare(parse(arguments)).cfg
+    minutes = 10 - options.warning_seconds / 60
+    assert kept == replace(cfg, out=str(out), data_root=str(tmp_path / "here"), max_minutes=minutes)
+    assert kept.seed == 1 and kept.rounds == 2
+    with_own = replace(cfg, max_minutes=3.0)
+    arguments = submit.prepare_folder(options, with_own, out).arguments
+    assert prepare(parse(arguments)).cfg.max_minutes == 3.0, "a limit of one's own counts"

@@ -15,7 +15,7 @@ import slurm_box
 from conftest import BIN, REPO, need, rank_environment
 from long import LONG, digest, lines, train_alone, wait_for
 
-from fedmpi.cluster.submit import BATCH_SRUN, SEAL
+from fedmpi.cluster.arrays import BATCH_SRUN, SEAL
 
 pytestmark = [pytest.mark.launchers, pytest.mark.timeout(600)]
 

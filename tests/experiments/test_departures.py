@@ -16,7 +16,7 @@ from fedmpi.commands import main
 from fedmpi.experiments.report.departures import departures_of
 from fedmpi.experiments.runs import find_runs, group, read_sweep_record
 from fedmpi.experiments.sweep.command import check, parse
-from fedmpi.experiments.sweep.orders import describe
+from fedmpi.experiments.sweep.plan import describe
 
 FILE: dict[str, Any] = {
     "base": {"data": "glyphs", "rounds": 1000, "local": {"steps": 5}},

@@ -103,15 +103,15 @@ WRONG: list[tuple[Any, str]] = [
     ({"grid": {"mask": ["gma", "gma"]}}, "has a value twice"),
     ({"grid": {"mask": []}}, "has no label"),
     ({"grid": {"seed": [1]}}, "write 'seeds'"),
-    ({"seeds": 0}, "must be how many"),
-    ({"seeds": [1, 1]}, "must be how many"),
-    ({"seeds": 1, "base": {"out": "x"}}, "not for a sweep file"),
+    ({"seeds": 0}, "must be a number of seeds"),
+    ({"seeds": [1, 1]}, "must be a number of seeds"),
+    ({"seeds": 1, "base": {"out": "x"}}, "cannot be set in a sweep file"),
     ({"seeds": 1, "base": {"lokal": {}}}, "unknown option 'lokal'"),
-    ({"seeds": 1, "variants": {"a": {"x": {"local": 3}}}}, "must hold options"),
+    ({"seeds": 1, "variants": {"a": {"x": {"local": 3}}}}, "local"),
     ({"seeds": 1, "variants": {"mask": {"x": {}}}, "grid": {"mask": ["gma"]}}, "both variants and grid"),
     ({"seeds": 1, "where": [{"if": {"b": "x"}, "set": {}}]}, "unknown axis in 'where'"),
     ({"grid": {"tau": [0.1]}, "where": [{"if": {"tau": 0.2}, "set": {}}]}, "unknown label of 'tau'"),
-    ({"seeds": 1, "where": [{"set": {}}]}, "each part of it must be"),
+    ({"seeds": 1, "where": [{"set": {}}]}, "each entry must be"),
     ({"seeds": 1, "choose": {"over": ["tau"]}}, "unknown axis in 'choose'"),
     ({"grid": {"tau": [0, 1]}, "choose": {"by": "test"}}, "lacks 'over'"),
     ({"grid": {"tau": [0, 1]}, "choose": {"over": ["tau"], "by": "luck"}}, "unknown rule"),
@@ -123,7 +123,7 @@ WRONG: list[tuple[Any, str]] = [
     ({"grid": {"mask": ["gma"]}, "published": {"columns": "mask", "rows": [{"mean": 3}]}}, "unknown axis or label"),
     ({"grid": {"mask": ["gma"]}, "published": {"columns": "tau", "rows": [{"gma": 3}]}}, "unknown axis"),
     ({"seeds": 1, "published": {"measure": "worst"}}, "unknown measure 'worst'; known: best, final"),
-    ({"seeds": 1, "published": [{"measure": "best"}, 3]}, "must be names with their values"),
+    ({"seeds": 1, "published": [{"measure": "best"}, 3]}, "must be a mapping of names to values"),
     ({"grid": {"mask": None}}, "has no label"),
     ({"grid": {"mask": ["gma"]}, "choose": ["mask"]}, "choose in "),
     ({"grid": {"mask": ["gma"]}, "choose": {"over": "mask"}}, "choose.over in "),
@@ -131,7 +131,7 @@ WRONG: list[tuple[Any, str]] = [
     ({"grid": {"tau": [0, 1]}, "choose": {"over": ["tau"]}, "stop": [20]}, "stop in "),
     ({"grid": {"mask": ["gma"]}, "published": {"columns": ["mask"], "rows": [{"gma": 3}]}}, "unknown axis"),
     ({"grid": {"mask": ["gma"]}, "published": {"columns": "mask", "rows": [{"gma": [3]}]}}, "a number or a word"),
-    ({"grid": {"mask": ["gma"]}, "where": [{"if": {}, "set": {"mask": "mean"}}]}, "labels would not be true"),
+    ({"grid": {"mask": ["gma"]}, "where": [{"if": {}, "set": {"mask": "mean"}}]}, "labels would be wrong"),
     ("grid: {local.lr: [1e-3, 0.001]}", "has a value twice"),
     ("seeds: 1\nwhere: [{if: {}, set: {rounds: 1, rounds: 2}}]", "duplicate key"),
     ({"variants": {"a": {"x/y": {}, "x y": {}}}}, "two runs"),
@@ -141,11 +141,11 @@ WRONG: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("tree", "sentence"), WRONG, ids=[sentence for _, sentence in WRONG])
-def test_what_is_wrong_is_named(tmp_path: Path, tree: Any, sentence: str) -> None:
+@pytest.mark.parametrize(("tree", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_what_is_wrong_is_named(tmp_path: Path, tree: Any, message: str) -> None:
     with pytest.raises(UserError) as error:
         points(read_sweep(write(tmp_path, tree)))
-    assert sentence in str(error.value)
+    assert message in str(error.value)
 
 
 def test_a_missing_file_names_the_nearest_recipe() -> None:
@@ -160,20 +160,20 @@ def test_too_many_runs_are_refused_before_they_are_made(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("only", "sentence"),
+    ("only", "message"),
     [("mask", "write axis=label"), ("maks=gma", "an axis of"), ("mask=gam", "did you mean 'gma'"), ("seed=4", "3, 5")],
 )
-def test_only_names_what_there_is(tmp_path: Path, only: str, sentence: str) -> None:
-    with pytest.raises(UserError, match=sentence):
+def test_only_names_what_there_is(tmp_path: Path, only: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         narrowed(small(tmp_path), [only])
 
 
 @pytest.mark.parametrize(
-    ("text", "sentence"),
+    ("text", "message"),
     [("rounds", "write knob=value"), ("mask=gma", "is an axis"), ("round=1", "did you mean"), ("seed=1", "seeds")],
 )
-def test_set_names_what_there_is(tmp_path: Path, text: str, sentence: str) -> None:
-    with pytest.raises(UserError, match=sentence):
+def test_set_names_what_there_is(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         changed(small(tmp_path), [text])
 
 

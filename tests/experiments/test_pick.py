@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedmpi.experiments.sweep.grid import Choose, Point, Stop, Sweep, points
-from fedmpi.experiments.sweep.pick import due, in_words, out_of_it, pick, quantile, without_hope
+from fedmpi.experiments.sweep.pick import behind, due, excluded, in_words, pick, quantile
 from fedmpi.runs.config import Config
 
 AXES = {
@@ -82,7 +82,7 @@ def test_labels_with_a_run_that_did_not_finish_are_out(tmp_path: Path) -> None:
     mean, _ = pick(one, points(one), tmp_path)
     assert mean.best == {"local.lr": "0.1"}
     told = in_words([mean], Choose(("local.lr",)), {name: "mean" for one in mean.tried for name in one.runs})
-    assert "2 of 3 came to an end" in told and " + mean: local.lr " in told
+    assert "2 of 3 finished" in told and " + mean: local.lr " in told
     for label in ("0.1", "1"):
         (tmp_path / f"mean_lr{label}_s0" / "finished.json").unlink()
     mean, _ = pick(one, points(one), tmp_path)
@@ -101,15 +101,16 @@ def hope(home: Path, own: list[float], others: list[list[float]], stop: Stop, by
     write_run(home, mine, own, own, finished=False)
     for point, values in zip(rest, others, strict=False):
         write_run(home, point, values, values, finished=False)
-    return without_hope(mine, points(one), home, one)
+    return behind(mine, points(one), home, one)
 
 
 def test_a_run_behind_the_median_of_the_others_is_given_up(tmp_path: Path) -> None:
     said = hope(tmp_path, [0.1, 0.2, 0.9], [[0.1, 0.3, 0.3], [0.1, 0.4, 0.4]], Stop(after=2, every=2))
-    assert said == "best was 0.2000 by round 2, and 0.3500 is level with 50% of 2 others"  # round 3 is not looked at
+    # Runs are compared at round 2, not at round 3.
+    assert said == "best was 0.2000 by round 2, behind 0.3500, which is level with 50% of 2 others"
 
 
-def test_a_run_that_is_level_goes_on(tmp_path: Path) -> None:
+def test_a_run_that_is_level_continues(tmp_path: Path) -> None:
     assert hope(tmp_path, [0.1, 0.35], [[0.1, 0.3], [0.1, 0.4]], Stop(after=2, every=2)) == ""
 
 
@@ -148,7 +149,7 @@ def test_what_has_diverged_is_behind_all_that_has_not(tmp_path: Path) -> None:
     found = points(one)
     for point, loss in zip(found, [0.5, 0.56, 0.6, INF, INF, INF], strict=True):
         write_run(tmp_path, point, [loss], [0.1], finished=False)
-    told = [without_hope(point, found, tmp_path, one) for point in found]
+    told = [behind(point, found, tmp_path, one) for point in found]
     assert told[:3] == ["", "", ""] and all("was not finite by round 1" in why for why in told[3:])
 
 
@@ -163,15 +164,15 @@ def test_the_last_labels_are_not_given_up_and_the_others_take_all_their_runs_alo
         write_run(tmp_path, point, [float(point.labels["local.lr"])], [0.1], finished=False)
     worst, middle = (next(p for p in found if p.labels["local.lr"] == label) for label in ("1", "0.5"))
     best = next(p for p in found if p.labels["local.lr"] == "0.1")
-    assert without_hope(worst, found, tmp_path, one) and not out_of_it(worst, found, tmp_path, one)
+    assert behind(worst, found, tmp_path, one) and not excluded(worst, found, tmp_path, one)
     (tmp_path / worst.name / "given-up.json").write_text("{}")
     others = [p for p in found if p.labels["local.lr"] == "1" and p is not worst]
-    assert len(others) == 3 and all(f"{worst.name} was given up" in out_of_it(p, found, tmp_path, one) for p in others)
-    assert out_of_it(middle, found, tmp_path, one) == ""
+    assert len(others) == 3 and all(f"{worst.name} was given up" in excluded(p, found, tmp_path, one) for p in others)
+    assert excluded(middle, found, tmp_path, one) == ""
     (tmp_path / best.name / "given-up.json").write_text("{}")
-    assert without_hope(middle, found, tmp_path, one) == "", "nothing else is left to be chosen"
+    assert behind(middle, found, tmp_path, one) == "", "nothing else is left to be chosen"
     (tmp_path / worst.name / "finished.json").write_text('{"rounds": 1}')  # before it heard of it
-    assert out_of_it(others[0], found, tmp_path, one) == ""
+    assert excluded(others[0], found, tmp_path, one) == ""
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1), st.floats(0.01, 0.99))

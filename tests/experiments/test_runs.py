@@ -202,25 +202,25 @@ def test_a_run_before_its_first_round_has_no_measure(tmp_path: Path) -> None:
     [
         ("config.yaml", None, "No such file"),
         ("metrics.jsonl", None, "No such file"),
-        ("config.yaml", "- a\n", "config.yaml holds no knobs"),
-        ("config.yaml", "", "config.yaml holds no knobs"),
+        ("config.yaml", "- a\n", "config.yaml has no knobs"),
+        ("config.yaml", "", "config.yaml has no knobs"),
         ("config.yaml", "a: [1\n", "while parsing"),
-        ("config.yaml", "algorithm: fedavg\n", "has no 'mask'"),
-        ("config.yaml", yaml.safe_dump(BASE | {"seed": "one"}), "has no 'seed', or not as a run writes it"),
-        ("config.yaml", yaml.safe_dump(BASE | {"deep": {"er": {"x": 1}}}), "'deep.er' .* is no value of a knob"),
-        ("config.yaml", yaml.safe_dump(BASE | {"x": [[1]]}), "'x' in config.yaml is no value of a knob"),
-        ("config.yaml", yaml.safe_dump(BASE | {"skew": {"alpha": "abc"}}), "has no 'skew.alpha', or not as a run"),
-        ("config.yaml", yaml.safe_dump(BASE | {"skew": {"alpha": None}}), "has no 'skew.alpha', or not as a run"),
-        ("config.yaml", yaml.safe_dump(BASE | {"split": ["a", "b"]}), "has no 'split', or not as a run writes it"),
-        ("config.yaml", yaml.safe_dump(BASE | {"server": {"variant": ["x"]}}), "has no 'server.variant', or not as"),
-        ("config.yaml", "[" * 100_000, "nested more than 3 levels deep"),
+        ("config.yaml", "algorithm: fedavg\n", "has no valid 'mask'"),
+        ("config.yaml", yaml.safe_dump(BASE | {"seed": "one"}), "has no valid 'seed'"),
+        ("config.yaml", yaml.safe_dump(BASE | {"deep": {"er": {"x": 1}}}), "'deep.er' .* is not a knob's value"),
+        ("config.yaml", yaml.safe_dump(BASE | {"x": [[1]]}), "'x' in config.yaml is not a knob's value"),
+        ("config.yaml", yaml.safe_dump(BASE | {"skew": {"alpha": "abc"}}), "has no valid 'skew.alpha'"),
+        ("config.yaml", yaml.safe_dump(BASE | {"skew": {"alpha": None}}), "has no valid 'skew.alpha'"),
+        ("config.yaml", yaml.safe_dump(BASE | {"split": ["a", "b"]}), "has no valid 'split'"),
+        ("config.yaml", yaml.safe_dump(BASE | {"server": {"variant": ["x"]}}), "has no valid 'server.variant'"),
+        ("config.yaml", "[" * 100_000, "more than 3 groups in each other"),
         ("config.yaml", "a: !!python/object/apply:os.getcwd []\n", "could not determine a constructor"),
-        ("config.yaml", "a: &a [0, 0]\nb: &b [*a, *a]\n" + yaml.safe_dump(BASE), "'b' .* is no value of a knob"),
+        ("config.yaml", "a: &a [0, 0]\nb: &b [*a, *a]\n" + yaml.safe_dump(BASE), "'b' .* is not a knob's value"),
         ("metrics.jsonl", "nonsense\n", "line 1 is no round"),
         ("metrics.jsonl", "{}\n[1]\n", "line 1 has no 'round'"),
     ],
 )
-def test_what_is_no_run_is_refused_in_one_sentence(tmp_path: Path, name: str, text: str | None, words: str) -> None:
+def test_what_is_no_run_is_refused_in_one_line(tmp_path: Path, name: str, text: str | None, words: str) -> None:
     folder = write_run(tmp_path / "run", records([0.5]))
     if text is None:
         (folder / name).unlink()
@@ -311,7 +311,7 @@ def test_a_sweep_has_its_runs_in_its_own_order_and_labels(tmp_path: Path) -> Non
 def test_a_sweep_cannot_name_folders_elsewhere(tmp_path: Path, name: str) -> None:
     write_run(tmp_path / "outside", records([0.5]))
     sweep = write_sweep(tmp_path / "sweep", {name: {"seed": "0"}})
-    with pytest.raises(UserError, match="which is no folder beside it"):
+    with pytest.raises(UserError, match="which is no folder next to it"):
         find_runs([sweep])
 
 
@@ -338,7 +338,7 @@ def test_a_record_of_a_sweep_that_cannot_be_read_is_refused(tmp_path: Path, reco
 def test_a_folder_without_a_run_is_refused_by_its_name(tmp_path: Path) -> None:
     here = write_run(tmp_path / "here", records([0.5]))
     (tmp_path / "empty" / "below").mkdir(parents=True)
-    for name, words in (("empty", "nor is there one below it"), ("nowhere", "No such file or directory")):
+    for name, words in (("empty", "and there is none below it"), ("nowhere", "No such file or directory")):
         with pytest.raises(UserError, match=rf"^'{tmp_path / name}' is no run folder .*{words}"):
             find_runs([here, tmp_path / name])
     (tmp_path / "empty" / "config.yaml").write_text("hello\n")

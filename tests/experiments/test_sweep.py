@@ -1,4 +1,4 @@
-"""Sweeps for real: processes on this machine, told to end, given again; what is not run twice, and what is wrong."""
+"""Sweeps for real: processes on this machine, signalled and resumed; what is not run twice, and what is refused."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from conftest import need
 from slurm_box import missing, slurm
 
 from fedmpi.cluster.status import newest_checkpoint
-from fedmpi.cluster.submit import Submission
+from fedmpi.cluster.submit import SubmitOptions
 from fedmpi.comm.env import Place
 from fedmpi.commands import main
 from fedmpi.errors import UserError
 from fedmpi.experiments.sweep.command import check, parse
-from fedmpi.experiments.sweep.crew import share_of_devices
-from fedmpi.experiments.sweep.orders import Todo, describe
 from fedmpi.experiments.sweep.overview import Row, Screen, lines_of, minutes_left, summary, table
-from fedmpi.experiments.sweep.there import with_cores
+from fedmpi.experiments.sweep.plan import SweepPlan, describe
+from fedmpi.experiments.sweep.processes import share_of_devices
+from fedmpi.experiments.sweep.slurm import with_cores
 from fedmpi.runs import folder
 
 TINY: dict[str, Any] = {
@@ -67,7 +67,7 @@ def start(*arguments: object, **environ: str) -> subprocess.Popen[str]:
 
 
 def fedmpi(*arguments: object, **environ: str) -> tuple[int, str, str]:
-    """Any command, in a process of its own."""
+    """Run any command in a process of its own."""
     command = [sys.executable, "-m", "fedmpi", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environ, timeout=150)
     return done.returncode, done.stdout, done.stderr
@@ -99,7 +99,7 @@ def starts(run: Path) -> int:
 
 
 def alone(out: Path, *more: str) -> str:
-    """The SHA-256 of the model of one of the runs, trained by hand."""
+    """Return the SHA-256 of the model of one of the runs, trained by hand."""
     knobs = "--data glyphs --model logistic --clients 6 --cohort 3 --rounds 3 --local.steps 5 --eval.samples 100"
     assert main(["train", *knobs.split(), "--threads", "1", "--log_to", "none", *more, "--out", str(out)]) == 0
     return sha(out)
@@ -118,13 +118,13 @@ def test_a_sweep_runs_what_is_not_done(tmp_path: Path) -> None:
     assert sha(home / "gma_s1") == alone(tmp_path / "alone", "--mask", "gma", "--seed", "1")
     (home / "mean_s1" / "finished.json").unlink()  # as if it had been killed at its very end
     code, out, _ = sweep(file, "--out", home)
-    assert code == 0 and "3 done, 1 at a time" in out and out.count(" begins") == 1
+    assert code == 0 and "3 done, 1 at a time" in out and out.count(" started") == 1
     assert [starts(home / name) for name in NAMES] == [1, 1, 2, 1]
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_told_to_end_the_runs_save_and_the_same_command_goes_on(tmp_path: Path, number: signal.Signals) -> None:
+def test_on_a_signal_the_runs_save_and_the_same_command_resumes(tmp_path: Path, number: signal.Signals) -> None:
     knobs = base(rounds=60, local={"steps": 100}, checkpoint={"every": 2, "minutes": 0, "keep": 200})
     file, home = write(tmp_path, base=knobs, seeds=1, grid={"mask": ["gma"]}), tmp_path / "out"
     with start(file, "--out", home) as process:
@@ -133,7 +133,7 @@ def test_told_to_end_the_runs_save_and_the_same_command_goes_on(tmp_path: Path, 
         finally:
             process.send_signal(number)
         out, err = process.communicate(timeout=60)
-    assert process.returncode == 75 and "the same command goes on" in err
+    assert process.returncode == 75 and "the same command resumes it" in err
     assert "gma_s0 stopped after round" in out and folder.holder(home / "gma_s0") is None
     code, out, _ = sweep(file, "--out", home)
     assert code == 0 and "gma_s0 finished: 60 rounds" in out
@@ -147,11 +147,11 @@ def test_a_run_that_is_interrupted_while_it_starts_has_not_failed(tmp_path: Path
     with start(file, "--out", home) as process:
         assert process.stdout is not None
         try:
-            [process.stdout.readline() for _ in range(2)]  # it begins, and has not imported torch yet
+            [process.stdout.readline() for _ in range(2)]  # it has started, and not imported torch yet
         finally:
             process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
-    assert process.returncode == 75 and "gma_s0 interrupted while it started" in out and "failed" not in out, (out, err)
+    assert process.returncode == 75 and "gma_s0 interrupted during its start" in out and "failed" not in out, (out, err)
     assert "failed" not in fedmpi("status", home)[1]
     code, out, _ = sweep(file, "--out", home)
     assert code == 0 and "gma_s0 finished: 3 rounds" in out
@@ -196,26 +196,26 @@ def test_a_sweep_is_looked_at_followed_and_cancelled_by_its_folder(
 def test_threads_are_part_of_the_sweep_wherever_it_runs(tmp_path: Path) -> None:
     home = tmp_path / "out"
 
-    def todo(*options: str, **changes: Any) -> Todo:
+    def plan(*options: str, **changes: Any) -> SweepPlan:
         return check(parse([str(write(tmp_path, **changes)), "--out", str(home), "--dry_run", *options]))
 
     def threads(*options: str, **changes: Any) -> set[int | None]:
-        return {cfg.threads for cfg in todo(*options, **changes).configs.values()}
+        return {cfg.threads for cfg in plan(*options, **changes).configs.values()}
 
     assert threads() == threads("--executor", "slurm") == {1}
     assert threads("--executor", "slurm", base=base(threads=2)) == threads("--set", "threads=2") == {2}
-    describe(todo("--set", "threads=2"))
+    describe(plan("--set", "threads=2"))
     assert threads() == threads("--executor", "slurm") == {2}, "as the sweep has begun"
     with pytest.raises(UserError, match="holds a sweep with 2 threads per rank, and threads is 3 now"):
         threads("--set", "threads=3")
     (home / "mean_s0").mkdir()
-    older = dataclasses.asdict(todo().configs["mean_s0"]) | {"threads": 4}  # of a version that left it to the machine
+    older = dataclasses.asdict(plan().configs["mean_s0"]) | {"threads": 4}  # of a version that left it to the machine
     (home / "mean_s0" / "config.yaml").write_text(yaml.safe_dump(older))
     assert threads() == {2, 4}
-    asked = with_cores(Submission(), todo(), Screen(io.StringIO()))
-    assert asked.cpus_per_rank == 4
+    options = with_cores(SubmitOptions(), plan(), Screen(io.StringIO()))
+    assert options.cpus_per_rank == 4
     with pytest.raises(UserError, match="--cpus_per_rank is 3, but a rank of this sweep has 4 threads"):
-        with_cores(Submission(cpus_per_rank=3), todo(), Screen(io.StringIO()))
+        with_cores(SubmitOptions(cpus_per_rank=3), plan(), Screen(io.StringIO()))
 
 
 @pytest.mark.processes
@@ -225,8 +225,8 @@ def test_a_run_that_fails_is_named_and_tried_again(tmp_path: Path) -> None:
     file, home = write(tmp_path, variants=bad, grid={}, seeds=1), tmp_path / "out"
     for _ in range(2):  # the first time, and again
         code, out, err = sweep(file, "--out", home, PYTHONPATH=str(tmp_path))
-        assert code == 1 and f"1 of 2 runs are not done: bad_s0; {home / 'logs' / 'bad_s0.log'} tells why" in err
-        assert "bad_s0 failed with code 2: fedmpi: data set 'faulty:data'" in out and "the disk is on fire" in out
+        assert code == 1 and f"1 of 2 runs are not done: bad_s0; see {home / 'logs' / 'bad_s0.log'};" in err
+        assert "bad_s0 failed with exit code 2: fedmpi: data set 'faulty:data'" in out and "the disk is on fire" in out
         assert (home / "good_s0" / "finished.json").exists()
     assert starts(home / "good_s0") == 1
     told = sweep(file, "--out", home, "--status", PYTHONPATH=str(tmp_path))[1]
@@ -268,14 +268,14 @@ def test_a_search_gives_up_what_is_behind_and_chooses_among_the_rest(tmp_path: P
     home = tmp_path / "out"
     code, out, err = sweep(file, "--out", home)
     assert (code, err) == (0, ""), err
-    assert "lr5.0_s0 given up after round" in out and "2 of 3 came to an end" in out
+    assert "lr5.0_s0 given up after round" in out and "2 of 3 finished" in out
     chosen = json.loads((home / "chosen.json").read_text())["cells"][0]
     values = {tried["labels"]["local.lr"]: tried["value"] for tried in chosen["tried"]}
     assert values["5.0"] is None
     assert chosen["best"] == {"local.lr": min(("0.001", "0.002"), key=lambda label: values[label])}
     assert "given up" in sweep(file, "--out", home, "--status")[1]
     code, out, _ = sweep(file, "--out", home)
-    assert code == 0 and " begins" not in out  # not run again
+    assert code == 0 and " started" not in out  # not run again
 
 
 @pytest.mark.processes
@@ -372,7 +372,7 @@ def test_nothing_is_started_where_something_is_wrong(tmp_path: Path, capsys: pyt
     (home / "thesis.tex").rename(home / ".sweep.json-of-one-that-was-killed")
     assert main(["sweep", str(file), "--out", str(home), "--dry_run"]) == 0
     (home / "sweep.json").write_text('{"runs": {}, "axes": {"tau": ["0.1"]}}')
-    assert "holds a sweep over tau, and 'tiny' is one over mask" in says(file, "--out", home)
+    assert "holds a sweep over tau, but 'tiny' is over mask" in says(file, "--out", home)
 
 
 def test_a_run_with_other_knobs_is_not_taken_for_this_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,7 @@
-"""`fedmpi sweep FILE`: the runs of a sweep file, here or as a job array; given again, it goes on.
+"""`fedmpi sweep FILE`: the runs of a sweep file, on this machine or as a job array. The same command resumes it.
 
-What is finished, or was given up, is not run again; what failed or was stopped goes on from its checkpoint. Everything
-is checked before the first run starts.
+Runs that are finished or given up are not run again; those that failed or were stopped resume from their checkpoints.
+Everything is checked before the first run starts.
 """
 
 from __future__ import annotations
@@ -11,47 +11,47 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ...cluster.submit import Submission
-from ...cluster.submit import check as check_submission
+from ...cluster.submit import SubmitOptions, refuse_with_local
+from ...cluster.submit import check as check_options
 from ...errors import AGAIN, UserError, complain
 from ...plugins.knobs import check_bounds, knob
 from ...runs.config import Config
 from ...runs.options import filled, make_parser
 from ..runs import pairing
 from .grid import Point
-from .orders import LOGS, Todo, describe, keep, make_todo, so_far
 from .overview import Screen, rows_of, table
 from .pick import CHOSEN, in_words, pick, record
+from .plan import LOGS, SweepPlan, all_points, describe, make_plan, write_file
 from .sweepfile import changed, narrowed, read_sweep
 
 ABOUT = (
-    "Run every point of a sweep file, or of a bundled one ('fedmpi recipes' lists them). Given again, it goes on: "
-    "finished runs are not run again, broken ones are."
+    "Run every point of a sweep file, or of a bundled one ('fedmpi recipes' lists them). The same command resumes a "
+    "sweep: finished runs are not repeated, failed ones are retried."
 )
-ARRAY_ONLY = ("name", "gpus_per_node", "mpi", "retries", "setup", "watch")
-"""options that only Slurm's jobs have, beside those of `cluster.SLURM_ONLY`"""
+ARRAY_ONLY = ("name", "gpus_per_node", "retries", "setup", "watch")
+"""options for Slurm only, in addition to `SLURM_ONLY` of cluster/submit.py"""
 FLAGS = {
-    "dry_run": "check everything, list the runs, and stop",
-    "status": "show how it stands with every run, and stop",
-    "watch": "on Slurm: stay until nothing runs any more, and give up runs without hope meanwhile",
+    "dry_run": "Check everything, list the runs, and stop.",
+    "status": "Show the status of every run, and stop.",
+    "watch": "On Slurm: stay until all runs have ended, and give up runs that fall behind.",
 }
 
 
 @dataclass(frozen=True)
-class Options(Submission):
-    """How a sweep is run."""
+class SweepOptions(SubmitOptions):
+    """The options of `fedmpi sweep`."""
 
     executor: str = "local"
-    """local: on this machine; slurm: one job array"""
+    """local: on this machine; slurm: as one job array."""
     jobs: int | None = knob(None, low=1, high=10_000)
-    """runs at a time; null: one on this machine, all of them on Slurm"""
+    """Runs at a time; null: one on this machine, all of them on Slurm."""
     out: str | None = None
-    """folder of the sweep; null: runs/<name of the file>"""
+    """Folder of the sweep; null: runs/<name of the file>."""
 
 
 @dataclass(frozen=True)
-class Asked(Options):
-    """What `sweep` is asked for."""
+class SweepCommand(SweepOptions):
+    """The options of `fedmpi sweep`, its flags, lists and positional argument."""
 
     file: str = ""
     only: list[str] = field(default_factory=list)
@@ -63,119 +63,115 @@ class Asked(Options):
 
 
 def main(arguments: list[str]) -> int:
-    """Run one sweep, or look at it; returns the exit code."""
-    asked = parse(arguments)
-    todo = check(asked)
+    """Run a sweep or show it; return the exit code."""
+    options = parse(arguments)
+    plan = check(options)
     screen = Screen()
-    if asked.dry_run:
-        for point in todo.points:
-            screen.say(f"{point.name}  {in_short(point, todo.configs[point.name])}")
-        threads = f", {many_threads(todo)}" if todo.threads else ""
-        screen.say(f"{len(todo.points)} runs in {todo.home}{threads}; nothing was started")
+    if options.dry_run:
+        for point in plan.points:
+            screen.say(f"{point.name}  {in_short(point, plan.configs[point.name])}")
+        threads = f", {plan.threads_text}" if plan.threads else ""
+        screen.say(f"{len(plan.points)} runs in {plan.home}{threads}; nothing was started")
         return 0
-    if asked.status:
-        screen.say(table(rows_of(todo.names, todo.home), asked.jobs or 1))
+    if options.status:
+        screen.say(table(rows_of(plan.names, plan.home), options.jobs or 1))
         return 0
-    describe(todo)
-    if asked.executor == "slurm":
-        from .there import submit, watch
+    describe(plan)
+    if options.executor == "slurm":
+        from .slurm import submit, watch
 
-        submit(todo, asked, asked.jobs, screen)
-        if todo.left and not asked.watch:
+        submit(plan, options, options.jobs, screen)
+        if plan.left and not options.watch:
             return 0
-        told = watch(todo, asked.jobs or len(todo.points), screen) if todo.left else False
-        if told:
-            complain(f"left, with {len(todo.left)} of {len(todo.points)} runs to do; their jobs go on")
+        if plan.left and watch(plan, options.jobs or len(plan.points), screen):
+            complain(f"no longer watching; {len(plan.left)} of {len(plan.points)} runs are left, their jobs continue")
             return AGAIN
     else:
-        from .here import Here
+        from .local import LocalSweep
 
-        told = Here(todo, asked.jobs or 1, asked.ranks, screen).run()
-        if told:
-            complain(f"sweep stopped with {len(todo.left)} of {len(todo.points)} runs to do; the same command goes on")
+        if LocalSweep(plan, options.jobs or 1, options.ranks, screen).run():
+            complain(
+                f"sweep stopped with {len(plan.left)} of {len(plan.points)} runs left; the same command resumes it"
+            )
             return AGAIN
-    return conclude(todo, screen)
+    return conclude(plan, screen)
 
 
-def parse(arguments: list[str]) -> Asked:
-    """What the command line asks for."""
-    parser = make_parser("fedmpi sweep", ABOUT, Options)
+def parse(arguments: list[str]) -> SweepCommand:
+    """Parse the command line."""
+    parser = make_parser("fedmpi sweep", ABOUT, SweepOptions)
     parser.add_argument("file", nargs="?", default="", metavar="FILE", help="sweep file, or the name of a bundled one")
     for flag, help in FLAGS.items():
         parser.add_argument(f"--{flag}", action="store_true", help=help)
     more: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
-    parser.add_argument("--only", **more, metavar="AXIS=LABEL", help="only runs with these labels")
-    parser.add_argument("--set", **more, metavar="KNOB=VALUE", help="knobs for all runs")
-    parser.add_argument("--seeds", **more, type=int, help="these seeds instead of the file's")
-    asked = filled(parser, Asked, lambda: parser.parse_args(arguments))
-    if not asked.file:
+    parser.add_argument("--only", **more, metavar="AXIS=LABEL", help="Only runs with these labels.")
+    parser.add_argument("--set", **more, metavar="KNOB=VALUE", help="Settings for all runs.")
+    parser.add_argument("--seeds", **more, type=int, help="Seeds to use instead of the file's.")
+    options = filled(parser, SweepCommand, lambda: parser.parse_args(arguments))
+    if not options.file:
         raise UserError("sweep was given no file; name one, or a bundled sweep: 'fedmpi recipes' lists them")
-    return asked
+    return options
 
 
-def check(asked: Asked) -> Todo:
-    """What there is to do; whatever is wrong with it is found here."""
-    check_bounds(asked, prefix="")
-    if not (asked.dry_run or asked.status):
-        check_submission(asked)
-    useless = [f"--{name}" for name in ARRAY_ONLY if getattr(asked, name) != getattr(Asked, name)]
-    if asked.executor == "local" and useless:
-        raise UserError(f"{' and '.join(useless)} cannot be used with --executor local; leave it out, or use slurm")
-    if any(seed < 0 for seed in asked.seeds) or len(set(asked.seeds)) < len(asked.seeds):
-        raise UserError(f"--seeds is {asked.seeds}; they must be different, and at least 0")
-    recipe = read_sweep(asked.file)
-    sweep = changed(replace(recipe, seeds=tuple(asked.seeds)) if asked.seeds else recipe, asked.set)
-    chosen = narrowed(sweep, asked.only)
+def check(options: SweepCommand) -> SweepPlan:
+    """Return the plan of the sweep; raise a `UserError` for the first mistake."""
+    check_bounds(options, prefix="")
+    starts = not (options.dry_run or options.status)
+    if starts:
+        check_options(options)
+    if options.executor == "local":
+        refuse_with_local(options, ARRAY_ONLY)
+    if any(seed < 0 for seed in options.seeds) or len(set(options.seeds)) < len(options.seeds):
+        raise UserError(f"--seeds is {options.seeds}; they must be different, and at least 0")
+    recipe = read_sweep(options.file)
+    sweep = changed(replace(recipe, seeds=tuple(options.seeds)) if options.seeds else recipe, options.set)
+    chosen = narrowed(sweep, options.only)
     if not chosen:
-        raise UserError(f"--only {' '.join(asked.only)} leaves no run of sweep '{sweep.name}'")
-    home = Path(f"runs/{sweep.name}" if asked.out is None else asked.out).expanduser().absolute()
-    todo = make_todo(sweep, chosen, home, local=asked.executor == "local", recipe=recipe)
-    if asked.executor == "local" and not (asked.dry_run or asked.status):
-        fetch_data(todo)
-    return todo
+        raise UserError(f"--only {' '.join(options.only)} leaves no run of sweep '{sweep.name}'")
+    home = Path(f"runs/{sweep.name}" if options.out is None else options.out).expanduser().absolute()
+    plan = make_plan(sweep, chosen, home, local=options.executor == "local", recipe=recipe)
+    if options.executor == "local" and starts:
+        fetch_data(plan)
+    return plan
 
 
-def fetch_data(todo: Todo) -> None:
-    """See that the data sets of the runs to come are there: what is missing is missing for all of them."""
+def fetch_data(plan: SweepPlan) -> None:
+    """Load the data sets of the runs to come: a missing one would fail all of them."""
     from ...data import DATASETS, load
 
-    wanted = {(cfg.data, cfg.data_root): point.name for point in todo.left for cfg in [todo.configs[point.name]]}
+    wanted = {(cfg.data, cfg.data_root): point.name for point in plan.left for cfg in [plan.configs[point.name]]}
     for (data, root), name in wanted.items():
         try:
-            if data in DATASETS:  # one's own is left to the runs
+            if data in DATASETS:  # a user's own is left to the runs
                 load(data, root)
         except UserError as error:
             raise UserError(f"run '{name}': {error}") from None
 
 
 def in_short(point: Point, cfg: Config) -> str:
-    """The labels of a point, its algorithm and mask among them."""
+    """Return the labels of a point, including its algorithm and mask."""
     config = {"algorithm": cfg.algorithm, "mask": cfg.mask, "tau": cfg.tau}
     rest = [f"{axis} {label}" for axis, label in point.labels.items() if axis not in ("algorithm", "mask")]
     return ", ".join([pairing(point.labels, config, taus=True), *rest, f"seed {point.seed}"])
 
 
-def many_threads(todo: Todo) -> str:
-    return f"{todo.threads} thread{'s' * (todo.threads != 1)} per rank"
-
-
-def conclude(todo: Todo, screen: Screen) -> int:
-    """Choose what is to be chosen, and say what is left to do; returns the exit code."""
-    choices = pick(todo.sweep, so_far(todo), todo.home)
-    if (rule := todo.sweep.choose) is not None:
-        keep(todo.home / CHOSEN, json.dumps(record(choices, rule), indent=2) + "\n")
-        masks = {name: str(cfg.mask) for name, cfg in todo.configs.items()}
+def conclude(plan: SweepPlan, screen: Screen) -> int:
+    """Choose the best labels if the file has `choose`, and report what is left; return the exit code."""
+    choices = pick(plan.sweep, all_points(plan), plan.home)
+    if (rule := plan.sweep.choose) is not None:
+        write_file(plan.home / CHOSEN, json.dumps(record(choices, rule), indent=2) + "\n")
+        masks = {name: str(cfg.mask) for name, cfg in plan.configs.items()}
         screen.say(in_words(choices, rule, masks))
-    left = [point.name for point in todo.left]
+    left = [point.name for point in plan.left]
     if left:
         some = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
-        log = todo.home / LOGS / f"{left[0]}.log"
-        where = log if log.exists() else f"'fedmpi status {todo.home / left[0]}'"
-        count = f"{len(left)} of {len(todo.points)} runs are not done"
-        complain(f"{count}: {some}; {where} tells why, and the same command goes on")
+        log = plan.home / LOGS / f"{left[0]}.log"
+        where = log if log.exists() else f"'fedmpi status {plan.home / left[0]}'"
+        count = f"{len(left)} of {len(plan.points)} runs are not done"
+        complain(f"{count}: {some}; see {where}; the same command resumes the sweep")
         return 1
     if any(choice.best is None for choice in choices):
-        complain(f"all runs are at their end, and there is nothing to choose in some cells: see {todo.home / CHOSEN}")
+        complain(f"all runs have ended, but some cells have nothing to choose: see {plan.home / CHOSEN}")
         return 1
-    screen.say(f"done: {todo.home}; 'fedmpi report {todo.home} --out report' shows it")
+    screen.say(f"done: {plan.home}; 'fedmpi report {plan.home} --out report' shows it")
     return 0

@@ -1,7 +1,7 @@
-"""A sweep as data: a base, axes of labels, seeds; and its points, each of which is one run.
+"""A sweep as data: a base, axes of labels, and seeds; and its points, each of which is one run.
 
-A point is one label of every axis, and a seed. Its knobs are those of the base, then of its labels in the order of the
-axes, then of every `where` that is true of it; the later wins. How this stands in a file is in sweepfile.py.
+A point is one label of every axis, and a seed. Its settings are those of the base, then of its labels in the order of
+the axes, then of every `where` that applies to it; later ones win. The file format is in sweepfile.py.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Knobs = dict[str, Any]
 KNOWN = knobs(Config())
 GROUPS = {name for name, value in KNOWN.items() if is_dataclass(value)}
 MOST_RUNS = 100_000
-NAME = 200  # characters of a run folder's name; file systems end at 255
+NAME = 200  # characters of a run folder's name; file systems allow 255
 
 
 @dataclass(frozen=True)
 class Where:
-    """Knobs for the points that have these labels."""
+    """Settings for the points with these labels."""
 
     labels: dict[str, frozenset[str]]
     knobs: Knobs
@@ -40,39 +40,39 @@ class Where:
 
 @dataclass(frozen=True)
 class Choose:
-    """Which labels of some axes are best, for each combination of the others."""
+    """How to choose the best labels of some axes, for each combination of the others."""
 
     over: tuple[str, ...]
-    """the axes that are chosen from"""
+    """the axes to choose from"""
     by: str = "train_loss"
     """train_loss: the smallest mean training loss of the last rounds; test: the best test metric"""
     last: int = 20
     """rounds that count, for train_loss"""
     share: tuple[str, ...] = ()
-    """axes whose labels have one choice together, as the papers have it for AVG and GMA: [mask]"""
+    """axes whose labels share one choice, as AVG and GMA do in the papers: [mask]"""
 
 
 @dataclass(frozen=True)
 class Stop:
-    """When a run is given up: what `choose` compares is behind that of most others of its cell."""
+    """When to give up a run: the measure of `choose` is behind that of most others of its cell."""
 
     after: int = 20
-    """rounds that every run may have"""
+    """rounds before the first comparison"""
     every: int = 10
-    """rounds between two looks"""
+    """rounds between two comparisons"""
     quantile: float = 0.5
     """the share of the others that it must be level with; 0.5: the median"""
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """What a sweep file says."""
+    """The content of a sweep file."""
 
     name: str
     about: str = ""
     base: Knobs = field(default_factory=dict)
     fixed: Knobs = field(default_factory=dict)
-    """rules that the base has from a file which fixes them for its own algorithm, and that algorithm"""
+    """rules from the base's `config` file, which sets them for its own algorithm, and that algorithm"""
     axes: dict[str, dict[str, Knobs]] = field(default_factory=dict)
     """variants and grid alike: axis -> label -> knobs"""
     where: tuple[Where, ...] = ()
@@ -96,17 +96,17 @@ class Point:
 
     @property
     def values(self) -> dict[str, Any]:
-        """Its knobs as a tree, as a configuration file has them."""
+        """Its settings as a tree, as in a configuration file."""
         return nested(self.knobs | {"seed": self.seed})
 
 
 def points(sweep: Sweep) -> list[Point]:
-    """The runs of a sweep: all of the first seed, then all of the next."""
+    """Return the runs of a sweep: all of the first seed, then all of the next."""
     count = len(sweep.seeds)
     for variants in sweep.axes.values():
         count *= len(variants)
     if count > MOST_RUNS:
-        raise UserError(f"sweep '{sweep.name}' stands for {count:,} runs; it may have at most {MOST_RUNS:,}")
+        raise UserError(f"sweep '{sweep.name}' has {count:,} runs; it may have at most {MOST_RUNS:,}")
     found: dict[str, Point] = {}
     every = list(itertools.product(*(list(labels) for labels in sweep.axes.values())))
     for seed, chosen in itertools.product(sweep.seeds, every):
@@ -125,18 +125,18 @@ def points(sweep: Sweep) -> list[Point]:
 
 
 def refuse_renaming(name: str, sweep: Sweep, own: Knobs) -> None:
-    """Refuse a run that would have the name of its own algorithm and the rules of another."""
+    """Refuse a run that would be named after one algorithm but have the rules of another."""
     theirs, wanted = sweep.fixed.get("algorithm"), (sweep.base | own).get("algorithm")
     rules = [f"{rule} {value}" for rule, value in sweep.fixed.items() if rule != "algorithm" and rule not in own]
     if rules and wanted != theirs:
         raise UserError(
             f"run '{name}' has algorithm {wanted}, but base.config fixes {' and '.join(rules)} for its own algorithm "
-            f"{theirs}; start from a file without the rules"
+            f"{theirs}; use a file without these rules"
         )
 
 
 def folder_name(sweep: Sweep, labels: Mapping[str, str], seed: int) -> str:
-    """The folder of a run: its labels and its seed. A number says which knob it is of."""
+    """Return the folder name of a run: its labels and its seed, numbers with the name of their knob."""
     shorts = [axis.rpartition(".")[2] for axis in sweep.axes]
     words = []
     for axis, label in labels.items():
@@ -150,12 +150,12 @@ def folder_name(sweep: Sweep, labels: Mapping[str, str], seed: int) -> str:
 
 
 def label_of(value: Any) -> str:
-    """A value as a label."""
+    """Return a value as a label."""
     return yaml.safe_dump(value).split("\n")[0] if value is None or isinstance(value, bool) else str(value)
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> Knobs:
-    """A tree of knobs with groups taken apart into dotted names."""
+    """Return a tree of settings by dotted names."""
     found: Knobs = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
@@ -164,7 +164,7 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> Knobs:
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted knobs as a tree."""
+    """Return settings with dotted names as a tree."""
     tree: dict[str, Any] = {}
     for name, value in values.items():
         group, _, own = name.rpartition(".")

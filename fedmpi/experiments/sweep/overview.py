@@ -1,6 +1,6 @@
-"""A whole sweep at a glance: how many runs are where, how far those under way have come, and how long it may take.
+"""The status of a whole sweep: the states of its runs, their progress, and the expected time left.
 
-On a terminal the last lines are drawn anew as things move; elsewhere there is a line when a run begins or ends.
+On a terminal the last lines are redrawn; elsewhere one line is printed when a run starts or ends.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from ...runs.schema import read_yaml
 from ...runs.text import align, duration
 from ..records import flat
 from ..runs import pairing
-from .crew import last_words
-from .orders import CONFIGS, LOGS
 from .pick import GIVEN_UP, was_given_up
+from .plan import CONFIGS, LOGS
+from .processes import last_line
 
 AT_REST = ("finished", "given up", "stopped", "cancelled", "failed", "unknown")
 STATES = (*AT_REST, "running", "queued", "requeued", "waiting")
@@ -33,7 +33,7 @@ BAR = 20
 
 @dataclass(frozen=True)
 class Row:
-    """How it stands with one run."""
+    """The status of one run."""
 
     name: str
     state: str
@@ -44,7 +44,7 @@ class Row:
     value: float | None = None
     minutes_left: float | None = None
     minutes: float | None = None
-    """what it took, or will take, in all"""
+    """its total duration, so far expected if it is unfinished"""
     label: str = ""
     """its algorithm and mask"""
     threads: int | None = None
@@ -52,21 +52,21 @@ class Row:
 
 
 def rows_of(names: Iterable[str], folder: Path) -> list[Row]:
-    """Return how it stands with the runs of a sweep, by their names."""
+    """Return the status of the runs of a sweep, by their names."""
     runs = [folder / name for name in names]
     begun = [run for run in runs if (run / CONFIG).exists() or (run / JOB).exists()]
     states = dict(zip(begun, states_of(begun), strict=True))
-    return [row_of(run, *states.get(run) or before_its_folder(run)) for run in runs]
+    return [row_of(run, *states.get(run) or state_without_folder(run)) for run in runs]
 
 
-def before_its_folder(run: Path) -> tuple[str, str]:
-    """The state of a run that has not got as far as a configuration in its folder, and what it said where it failed."""
-    why = last_words(run.parent / LOGS / f"{run.name}.log")
+def state_without_folder(run: Path) -> tuple[str, str]:
+    """Return the state of a run without a run folder, and its error message if it failed before it could make one."""
+    why = last_line(run.parent / LOGS / f"{run.name}.log")
     return ("failed", why) if why else ("waiting", "")
 
 
 def row_of(run: Path, state: str, why: str) -> Row:
-    """How it stands with one run whose state is known."""
+    """Return the status of one run whose state is known."""
     if was_given_up(run):
         state, why = "given up", str(read_json(run / GIVEN_UP).get("why", ""))
     config = config_of(run)
@@ -78,13 +78,23 @@ def row_of(run: Path, state: str, why: str) -> Row:
     except FileError as error:
         return Row(run.name, "failed", str(error), label=label, threads=threads)
     rate, rounds = seen["rounds_a_minute"], seen["rounds"]
-    minutes = rounds / rate if rate and rounds else None
-    score = (seen["metric"], seen["value"])
-    return Row(run.name, state, why, seen["round"], rounds, *score, seen["minutes_left"], minutes, label, threads)
+    return Row(
+        run.name,
+        state,
+        why,
+        round=seen["round"],
+        rounds=rounds,
+        metric=seen["metric"],
+        value=seen["value"],
+        minutes_left=seen["minutes_left"],
+        minutes=rounds / rate if rate and rounds else None,
+        label=label,
+        threads=threads,
+    )
 
 
 def config_of(run: Path) -> dict[str, Any]:
-    """Return the knobs of a run, or those that its sweep will start it with; empty if neither can be read."""
+    """Return the knobs of a run, or those that its sweep starts it with; {} if neither can be read."""
     for file in (run / CONFIG, run.parent / CONFIGS / f"{run.name}.yaml"):
         with suppress(FileError, ValueError):
             return flat(read_yaml(file))
@@ -92,7 +102,7 @@ def config_of(run: Path) -> dict[str, Any]:
 
 
 def minutes_left(rows: list[Row], at_once: int) -> float | None:
-    """How long a sweep may take from here, by the pace of the runs that there have been; None: nobody knows."""
+    """Return the expected minutes until a sweep is done, from the rates of its runs so far; None if none has a rate."""
     known = [row.minutes for row in rows if row.minutes]
     if not known:
         return None
@@ -102,14 +112,14 @@ def minutes_left(rows: list[Row], at_once: int) -> float | None:
 
 
 def summary(rows: list[Row], at_once: int) -> str:
-    """All runs in one line."""
+    """Return all runs in one line."""
     counts = Counter(row.state for row in rows)
-    told = ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])
+    states = ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])
     left = minutes_left(rows, at_once)
     more = f"; about {duration(left)} left" if left and any(row.state not in AT_REST for row in rows) else ""
     used = sorted({row.threads for row in rows if row.threads})
-    threads = f"; {' or '.join(map(str, used))} thread{'s' * (used != [1])} per rank" if used else ""
-    return f"{len(rows)} runs: {told}{more}{threads}"
+    threads = f"; {' or '.join(map(str, used))} thread{'' if used == [1] else 's'} per rank" if used else ""
+    return f"{len(rows)} runs: {states}{more}{threads}"
 
 
 def progress_of(row: Row) -> str:
@@ -132,42 +142,42 @@ def lines_of(rows: Sequence[Row]) -> list[str]:
 
 
 def table(rows: list[Row], at_once: int) -> str:
-    """Every run, and all of them in one line."""
+    """Return one line per run, then the summary."""
     return "\n".join([*lines_of(rows), summary(rows, at_once)])
 
 
 class Screen:
-    """Where an overview is shown."""
+    """The output of a sweep: lines that stay, and on a terminal a status that is redrawn."""
 
     def __init__(self, out: TextIO | None = None) -> None:
         self.out = sys.stdout if out is None else out
         self.live = self.out.isatty()
         self.drawn = 0
-        """lines that will be drawn over"""
+        """lines that will be redrawn"""
 
     def say(self, text: str) -> None:
-        """A line that stays."""
-        self._write(self._wiped() + f"{text}\n")
+        """Print a line that stays."""
+        self._write(self._erase() + f"{text}\n")
 
     def draw(self, rows: list[Row], at_once: int) -> None:
-        """Draw the runs under way and the summary, over what was drawn before; only on a terminal."""
+        """Redraw the running runs and the summary; only on a terminal."""
         if not self.live:
             return
         columns, height = shutil.get_terminal_size()
-        moving = [row for row in rows if row.state == "running"]
-        shown = moving[: max(1, height - 4)]
-        hidden = [f"and {len(moving) - len(shown)} more"] if len(moving) > len(shown) else []
+        running = [row for row in rows if row.state == "running"]
+        shown = running[: max(1, height - 4)]
+        hidden = [f"and {len(running) - len(shown)} more"] if len(running) > len(shown) else []
         lines = lines_of(shown) + hidden + [summary(rows, at_once)]
-        self._write(self._wiped() + "".join(f"{text[: columns - 1]}\n" for text in lines))
+        self._write(self._erase() + "".join(f"{text[: columns - 1]}\n" for text in lines))
         self.drawn = len(lines)
 
-    def _wiped(self) -> str:
-        """What takes away the lines that were drawn."""
+    def _erase(self) -> str:
+        """Return the control sequence that erases the drawn lines."""
         drawn, self.drawn = self.drawn, 0
         return f"\x1b[{drawn}F\x1b[J" if drawn else ""
 
     def _write(self, text: str) -> None:
-        """Show something. Where nobody looks any more, the runs go on."""
+        """Write text. If the terminal is gone, the runs continue without output."""
         try:
             self.out.write(text)
             self.out.flush()

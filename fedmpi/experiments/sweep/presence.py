@@ -1,5 +1,7 @@
-"""Which processes run a sweep on their machines: each holds the lock of a file of its own in the sweep's folder for as
-long as it lives. Several may share a folder. `fedmpi cancel` ends them by that."""
+"""The processes that run a sweep: each holds the lock of its own file in the sweep's folder for as long as it lives.
+
+Several may share a folder. `fedmpi cancel` finds them by these files.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ PREFIX = "process-"
 
 @contextmanager
 def announced(home: Path) -> Iterator[None]:
-    """Announce this process in the folder of a sweep while it runs it."""
+    """Hold a lock file in the folder of a sweep that names this process."""
     path = home / f"{PREFIX}{socket.gethostname()}-{os.getpid()}"
     with open(path, "w", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -31,7 +33,7 @@ def announced(home: Path) -> Iterator[None]:
 
 
 def processes(home: Path) -> list[dict[str, Any]]:
-    """Return the processes that run a sweep now; files that a killed one has left are not counted."""
+    """Return the processes that run a sweep now; files left by killed ones do not count."""
     found = []
     for path in sorted(home.glob(f"{PREFIX}*")):
         try:
@@ -40,6 +42,6 @@ def processes(home: Path) -> list[dict[str, Any]]:
                     fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 except BlockingIOError:
                     found.append(json.loads(file.readline()))
-        except (OSError, ValueError):  # it has just ended, or has just begun
+        except (OSError, ValueError):  # it has just ended or started
             continue
     return [one for one in found if isinstance(one, dict) and {"host", "pid"} <= one.keys()]

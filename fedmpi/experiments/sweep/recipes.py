@@ -1,7 +1,7 @@
 """`fedmpi recipes`: the bundled experiments, one line each, by the paper that they reproduce; or the file of one.
 
-A recipe is a YAML file in fedmpi/recipes: a sweep, or the configuration of a single run. Its name begins with the key
-of its paper in `PAPERS`.
+A recipe is a YAML file in experiments/recipes: a sweep, or the configuration of a single run. Its name begins with the
+key of its paper in `PAPERS`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from ...runs.text import align
 from .grid import points
 from .sweepfile import read_sweep
 
-ABOUT = "The bundled experiments, one line each, or the file of one of them."
+ABOUT = "List the bundled experiments, one line each, or print the file of one."
 HINT = (
     "'fedmpi recipes NAME' prints a file, 'fedmpi sweep NAME' runs it;\n"
-    "there --dry_run lists the runs, and --only, --seeds and --set make it smaller"
+    "--dry_run lists the runs, and --only, --seeds and --set make the sweep smaller"
 )
 PAPERS = {
     "tmlr": "Tenison et al., Gradient Masked Averaging for Federated Learning, TMLR 2023",
@@ -43,32 +43,36 @@ class Recipe:
     runs: int
     about: str
     paper: str
-    """empty where it is of none"""
+    """empty if it belongs to none"""
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What `recipes` is asked for."""
+class RecipesOptions:
+    """The arguments of `fedmpi recipes`."""
 
     name: str | None = None
     json: bool = False
 
 
 def main(arguments: list[str]) -> int:
-    """List the recipes, or print one; returns the exit code."""
+    """List the recipes or print one; return the exit code."""
     parser = make_parser("fedmpi recipes", ABOUT, Nothing)
-    parser.add_argument("name", nargs="?", metavar="NAME", help="recipe whose file is printed; none: all, a line each")
-    parser.add_argument("--json", action="store_true", help="for programs: a list of objects, or one with the file")
-    asked = filled(parser, Asked, lambda: parser.parse_args(arguments))
-    if asked.name is None:
+    parser.add_argument("name", nargs="?", metavar="NAME", help="recipe to print; default: list all, one line each")
+    parser.add_argument(
+        "--json", action="store_true", help="for programs: a list of objects, or one object with the file"
+    )
+    options = filled(parser, RecipesOptions, lambda: parser.parse_args(arguments))
+    if options.name is None:
         found = [describe(name, path) for name, path in ordered(recipes())]
-        print(json.dumps([asdict(recipe) for recipe in found], indent=2) if asked.json else listing(found), flush=True)
+        print(
+            json.dumps([asdict(recipe) for recipe in found], indent=2) if options.json else listing(found), flush=True
+        )
         return 0
-    if asked.name not in recipes():
-        raise unknown("recipe", asked.name, recipes())
-    path = recipes()[asked.name]
-    if asked.json:
-        whole = asdict(describe(asked.name, path)) | {"file": read_yaml(path, str(path))}
+    if options.name not in recipes():
+        raise unknown("recipe", options.name, recipes())
+    path = recipes()[options.name]
+    if options.json:
+        whole = asdict(describe(options.name, path)) | {"file": read_yaml(path, str(path))}
         print(json.dumps(whole, indent=2), flush=True)
     else:
         print(path.read_text(encoding="utf-8"), end="", flush=True)
@@ -76,7 +80,7 @@ def main(arguments: list[str]) -> int:
 
 
 def describe(name: str, path: Path) -> Recipe:
-    """What a recipe is. A single run tells it in the first line of its file, which is a comment."""
+    """Return the description of a recipe; that of a single run is the comment in the first line of its file."""
     paper = PAPERS.get(name.partition("-")[0], "")
     if not is_sweep(read_yaml(path, str(path))):
         first = path.read_text(encoding="utf-8").partition("\n")[0]
@@ -86,10 +90,12 @@ def describe(name: str, path: Path) -> Recipe:
 
 
 def ordered(found: dict[str, Path]) -> list[tuple[str, Path]]:
-    """The recipes by name, numbers in their order: table 10 comes after table 9."""
+    """Return the recipes sorted by name, with numbers in numerical order: table 10 comes after table 9."""
 
     def key(item: tuple[str, Path]) -> list[str | int]:
-        return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", item[0])]  # in turn word, number
+        return [
+            int(part) if part.isdigit() else part for part in re.split(r"(\d+)", item[0])
+        ]  # words and numbers alternate
 
     return sorted(found.items(), key=key)
 
@@ -105,5 +111,5 @@ def listing(found: list[Recipe]) -> str:
 
 
 def count(recipe: Recipe) -> str:
-    """How many runs it stands for."""
+    """Return its number of runs with a unit."""
     return "1 run " if recipe.runs == 1 else f"{recipe.runs} runs"

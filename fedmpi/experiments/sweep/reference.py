@@ -1,7 +1,7 @@
-"""What the file of a sweep asks for by itself, without --set and --seeds: what published numbers belong to.
+"""The configuration of a sweep's file itself, without --set and --seeds: what published numbers belong to.
 
-It stands in sweep.json under `recipe`, as the resolved knobs of each combination of labels: those `common` to all, and
-its `own`. A sweep.json of an older version lacks it; for a bundled recipe it is then read from the recipe itself.
+sweep.json has it under `recipe`, as the resolved settings of each combination of labels: those `common` to all, and its
+`own`. A sweep.json of an older version lacks it; for a bundled recipe it is then read from the recipe itself.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from ..runs import IDLE
 from .grid import Knobs, Point, Sweep, points
 from .sweepfile import read_sweep
 
-LATER = ("model",)  # what a run fills in when it has its data
+LATER = ("model",)  # filled in by a run once it has its data
 
 
 @dataclass(frozen=True)
 class Reference:
-    """The knobs that a sweep's file gives its runs, and its seeds."""
+    """The settings that a sweep's file gives its runs, and its seeds."""
 
     seeds: tuple[int, ...]
     runs: dict[str, Knobs]
-    """by the labels, as `key_of` writes them"""
+    """by the labels, see `key_of`"""
 
     def of(self, labels: Mapping[str, str]) -> Knobs | None:
-        """Return the knobs of the run with these labels; None if they are not known."""
+        """Return the knobs of the run with these labels; None if they are unknown."""
         return self.runs.get(key_of(labels))
 
 
@@ -41,15 +41,16 @@ def key_of(labels: Mapping[str, str]) -> str:
 
 
 def comparable(cfg: Config) -> Knobs:
-    """Return the knobs of a resolved configuration that change what is learnt and measured."""
+    """Return the knobs of a resolved configuration that change what is learnt or measured."""
     found = {name: value for name, value in knobs(cfg).items() if not dataclasses.is_dataclass(value)}
     known = {name: value for name, value in found.items() if not name.startswith(IDLE) and name != "seed"}
     return {name: value for name, value in known.items() if value is not None or name not in LATER}
 
 
 def make_reference(recipe: Sweep, chosen: Iterable[Point], known: Mapping[str, Config] | None = None) -> Reference:
-    """Resolve what the file says of the labels of these points; `known` has configurations that are resolved already,
-    by the name of the point. Labels whose runs need --set to be sound have no reference."""
+    """Return the resolved configurations that the file gives the labels of these points. `known` are configurations
+    that are resolved already, by the name of the point. Labels whose runs are only valid with --set have no
+    reference."""
     from ...runs.build import prepare
 
     of_file: dict[str, Point] = {}
@@ -62,14 +63,14 @@ def make_reference(recipe: Sweep, chosen: Iterable[Point], known: Mapping[str, C
             continue
         try:
             cfg = known[point.name] if known is not None else prepare(from_values(of_file[key].values)).cfg
-        except UserError:  # the file is not sound by itself: nothing of its own to compare with
+        except UserError:  # the file is only valid with --set: nothing to compare with
             continue
         runs[key] = comparable(cfg)
     return Reference(recipe.seeds, runs)
 
 
 def write_reference(now: Reference, before: Reference | None) -> dict[str, Any]:
-    """Return the reference as it stands in sweep.json; runs of an earlier command stay in."""
+    """Return the reference as sweep.json has it; runs of earlier commands stay in it."""
     runs = (before.runs if before is not None else {}) | now.runs
     every = list(runs.values())
     first = every[0] if every else {}
@@ -82,7 +83,7 @@ def write_reference(now: Reference, before: Reference | None) -> dict[str, Any]:
 
 
 def read_reference(record: Any) -> Reference | None:
-    """Return the reference in a sweep.json; None if there is none that can be read."""
+    """Return the reference in a sweep.json; None if there is none."""
     try:
         common = dict(record["common"])
         runs = {key_of(one["labels"]): common | dict(one["knobs"]) for one in record["own"]}
@@ -92,13 +93,13 @@ def read_reference(record: Any) -> Reference | None:
 
 
 def bundled_reference(sweep: Mapping[str, Any]) -> Reference | None:
-    """Return the reference of the bundled recipe that a sweep is named after and has the axes of; None if there is
-    none. For a sweep.json of a version that recorded no reference."""
+    """Return the reference of the bundled recipe with the name and the axes of a sweep; None if there is none. For a
+    sweep.json of a version that recorded no reference."""
     path = recipes().get(str(sweep.get("name")))
     if path is None or not is_sweep(read_yaml(path, str(path))):
         return None
     recipe = read_sweep(str(path))
     if {axis: list(labels) for axis, labels in recipe.axes.items()} != sweep.get("axes"):
         return None
-    there = {key_of({k: v for k, v in labels.items() if k != "seed"}) for labels in sweep["runs"].values()}
-    return make_reference(recipe, [point for point in points(recipe) if key_of(point.labels) in there])
+    wanted = {key_of({k: v for k, v in labels.items() if k != "seed"}) for labels in sweep["runs"].values()}
+    return make_reference(recipe, [point for point in points(recipe) if key_of(point.labels) in wanted])

@@ -1,12 +1,12 @@
-"""Sweep files, and what a command line says of them: from text to a `Sweep`, every mistake in one sentence.
+"""Reading sweep files, and the changes of a command line: from text to a `Sweep`, with one error message per mistake.
 
-    about: one line
-    base: {data: fmnist, rounds: 100, local: {momentum: 0.9}}     knobs of all runs; `config: FILE` starts from a file
-    variants: {setting: {small: {clients: 10}, large: {clients: 100}}}     axes whose labels stand for several knobs
-    grid: {mask: [mean, gma], local.lr: [0.01, 0.1]}                       axes of one knob, whose values are the labels
-    where: [{if: {setting: small}, set: {rounds: 50}}]                     what is different for some of them
-    seeds: 3                                                               or a list of them
-    choose, stop, reach, published                                         see `Choose`, `Stop` and docs/experiments.md
+about: one line
+base: {data: fmnist, rounds: 100, local: {momentum: 0.9}}     settings of all runs; `config: FILE` adds to a file
+variants: {setting: {small: {clients: 10}, large: {clients: 100}}}     axes whose labels stand for several settings
+grid: {mask: [mean, gma], local.lr: [0.01, 0.1]}                       axes of one knob, whose values are the labels
+where: [{if: {setting: small}, set: {rounds: 50}}]                     exceptions for some labels
+seeds: 3                                                               or a list of seeds
+choose, stop, reach, published                                         see `Choose`, `Stop` and docs/experiments.md
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from ...runs.options import check_keys, find_file, is_sweep, read_yaml, recipes,
 from ..measures import measure
 from .grid import GROUPS, KNOWN, Choose, Knobs, Point, Stop, Sweep, Where, flat, label_of, points
 
-OURS = ("seed", "out", "resume", "max_minutes")  # what a sweep gives its runs itself
+OURS = ("seed", "out", "resume", "max_minutes")  # set by the sweep itself
 KEYS = ("about", "base", "variants", "grid", "where", "seeds", "choose", "stop", "reach", "published")
 RULES = ("train_loss", "test")
 
 
 def read_sweep(name: str) -> Sweep:
-    """The sweep in a file, or the bundled one of that name; a `UserError` names what is wrong with it."""
+    """Return the sweep in a file, or the bundled one of that name; raise a `UserError` for the first mistake."""
     path = find_sweep(name)
     where = str(path)
     tree = read_yaml(path, where)
     if not is_sweep(tree):
         hint = f"'fedmpi train --config {name}' runs it" if isinstance(tree, dict) and set(tree) <= set(KNOWN) else ""
-        raise UserError(f"{where} is no sweep: it has neither 'grid' nor 'variants' nor 'seeds'; {hint or 'add one'}")
+        raise UserError(f"{where} is no sweep: it has none of 'grid', 'variants' and 'seeds'; {hint or 'add one'}")
     for key in tree:
         if key not in KEYS:
             near = nearest(str(key), KEYS)
@@ -64,7 +64,7 @@ def read_sweep(name: str) -> Sweep:
 
 
 def find_sweep(name: str) -> Path:
-    """The file of that name, or else the bundled recipe."""
+    """Return the file of that name, or else the bundled recipe."""
     path = Path(name).expanduser()
     if os.path.exists(path) and not (path.is_dir() and name in recipes()):
         return path
@@ -76,10 +76,12 @@ def find_sweep(name: str) -> Path:
 
 
 def read_base(tree: Any, where: str) -> tuple[Knobs, Knobs]:
-    """The knobs of all runs: those of a file that it names, then its own. Also the algorithm of that file and the rules
-    that it fixes for it, as the config.yaml of a run does."""
+    """Return the settings of all runs: those of the `config` file, then its own. Also return the algorithm of that file
+    and the rules that it sets for it, as the config.yaml of a run does."""
     if not isinstance(tree, dict):
-        raise UserError(f"base in {where} holds {tree!r}; it must hold knobs with their values, as a run's file does")
+        raise UserError(
+            f"base in {where} holds {tree!r}; it must have options with their values, as a configuration file does"
+        )
     rest = {key: value for key, value in tree.items() if key != "config"}
     start: Knobs = {}
     if "config" in tree:
@@ -92,19 +94,19 @@ def read_base(tree: Any, where: str) -> tuple[Knobs, Knobs]:
 
 
 def read_knobs(tree: Any, where: str) -> Knobs:
-    """Knobs with their values, groups taken apart; refuses what is no knob, and those that a sweep gives itself."""
+    """Return settings by dotted names; refuse unknown ones and those that the sweep sets itself."""
     tree = {} if tree is None else renamed(tree)
     check_keys(where, tree, KNOWN)
     found = flat(tree)
     ours = next((name for name in found if name in OURS), None)
     if ours is not None:
-        instead = "write 'seeds' beside it" if ours == "seed" else "the sweep gives it to each run"
-        raise UserError(f"'{ours}' in {where} is not for a sweep file; {instead}")
+        instead = "write 'seeds' instead" if ours == "seed" else "the sweep sets it for each run"
+        raise UserError(f"'{ours}' in {where} cannot be set in a sweep file; {instead}")
     return found
 
 
 def read_axes(tree: Mapping[str, Any], where: str) -> dict[str, dict[str, Knobs]]:
-    """All axes, in order: axis -> label -> knobs."""
+    """Return all axes in order: axis -> label -> settings."""
     axes: dict[str, dict[str, Knobs]] = {}
     for axis, variants in as_dict(tree.get("variants"), "variants", where).items():
         labels = as_dict(variants, f"variants.{axis}", where)
@@ -122,15 +124,17 @@ def read_axes(tree: Mapping[str, Any], where: str) -> dict[str, dict[str, Knobs]
             raise UserError(f"grid.{name} in {where} has a value twice: {values}")
     for axis, found in axes.items():
         if axis == "seed" or not found:
-            raise UserError(f"axis '{axis}' in {where} " + ("has no label" if found == {} else "is called like seeds"))
+            raise UserError(
+                f"axis '{axis}' in {where} " + ("has no label" if found == {} else "has a reserved name; use 'seeds'")
+            )
     return axes
 
 
 def read_where(tree: Any, axes: dict[str, dict[str, Knobs]], where: str) -> Where:
-    """One exception: the labels that it is for, and its knobs."""
+    """Return one exception: its labels and its settings."""
     if not isinstance(tree, dict) or set(tree) != {"if", "set"}:
         valid = "{if: {axis: label}, set: {knob: value}}"
-        raise UserError(f"where in {where} holds {tree!r}; each part of it must be {valid}")
+        raise UserError(f"where in {where} holds {tree!r}; each entry must be {valid}")
     labels = {}
     for axis, wanted in as_dict(tree["if"], "where.if", where).items():
         if axis not in axes:
@@ -141,22 +145,24 @@ def read_where(tree: Any, axes: dict[str, dict[str, Knobs]], where: str) -> Wher
     given = read_knobs(tree["set"], f"where in {where}")
     for name in given:
         if any(set(knobs) == {name} for knobs in axes.get(name, {}).values()):
-            raise UserError(f"where in {where} sets '{name}', an axis of grid: its labels would not be true any more")
+            raise UserError(f"where in {where} sets '{name}', an axis of grid: its labels would be wrong")
     return Where(labels, given)
 
 
 def read_seeds(given: Any, where: str) -> tuple[int, ...]:
-    """The seeds: so many from 0 on, or those of a list."""
+    """Return the seeds: this many from 0 on, or those of a list."""
     if isinstance(given, int) and not isinstance(given, bool) and given > 0:
         return tuple(range(given))
     whole = isinstance(given, list) and all(isinstance(s, int) and not isinstance(s, bool) and s >= 0 for s in given)
     if not whole or not given or len(set(given)) < len(given):
-        raise UserError(f"seeds in {where} is {given!r}; it must be how many, or a list of different whole numbers")
+        raise UserError(
+            f"seeds in {where} is {given!r}; it must be a number of seeds or a list of different whole numbers"
+        )
     return tuple(given)
 
 
 def read_record(kind: Any, tree: Any, what: str, where: str) -> Any:
-    """A small dataclass from a mapping; None where there is none."""
+    """Return a `Choose` or `Stop` from a mapping; None if there is none."""
     if tree is None:
         return None
     known = {f.name: f for f in fields(kind)}
@@ -167,12 +173,12 @@ def read_record(kind: Any, tree: Any, what: str, where: str) -> Any:
         axes = key in ("over", "share")
         values[key] = tuple(map(label_of, as_list(value, f"{what}.{key}", where))) if axes else value
     if kind is Choose and not values.get("over"):
-        raise UserError(f"{what} in {where} lacks 'over': the axes that are chosen from")
+        raise UserError(f"{what} in {where} lacks 'over': the axes to choose from")
     return kind(**values)
 
 
 def check_choice(sweep: Sweep, where: str) -> None:
-    """Refuse a choice, or a rule to give runs up, that cannot be made."""
+    """Refuse a `choose` or `stop` that cannot work."""
     choose, stop = sweep.choose, sweep.stop
     if choose is not None:
         for axis in (*choose.over, *choose.share):
@@ -180,13 +186,13 @@ def check_choice(sweep: Sweep, where: str) -> None:
                 raise unknown(f"axis in 'choose' of {where}", axis, sweep.axes)
         if not choose.over or set(choose.over) & set(choose.share):
             both = f"over {list(choose.over)} and shares {list(choose.share)}"
-            raise UserError(f"choose in {where} is {both}; it must be over an axis, and no axis can be in both")
+            raise UserError(f"choose in {where} is {both}; it must be over an axis, and no axis may be in both")
         if choose.by not in RULES:
             raise unknown(f"rule (choose.by in {where})", str(choose.by), RULES)
         check_whole(choose.last, f"choose.last in {where}")
     if stop is not None:
         if choose is None:
-            raise UserError(f"stop in {where} needs choose: runs are given up when others that it compares do better")
+            raise UserError(f"stop in {where} needs choose: runs are given up by its comparison")
         check_whole(stop.after, f"stop.after in {where}")
         check_whole(stop.every, f"stop.every in {where}")
         if not 0 < read_number(stop.quantile, f"stop.quantile in {where}") < 1:
@@ -194,13 +200,13 @@ def check_choice(sweep: Sweep, where: str) -> None:
 
 
 def read_published(tree: Any, axes: dict[str, dict[str, Knobs]], where: str) -> tuple[dict[str, Any], ...]:
-    """What a paper says: a table, or a list of them."""
+    """Return the tables of a paper: one, or a list of them."""
     tables = tree if isinstance(tree, list) else [tree] if tree else []
     return tuple(read_table(table, axes, where) for table in tables)
 
 
 def read_table(tree: Any, axes: dict[str, dict[str, Knobs]], where: str) -> dict[str, Any]:
-    """A table of a paper, with labels that exist."""
+    """Return a table of a paper; refuse labels that do not exist."""
     known = ("source", "measure", "columns", "rows")
     found = as_dict(tree, "published", where)
     for key in found:
@@ -221,7 +227,7 @@ def read_table(tree: Any, axes: dict[str, dict[str, Knobs]], where: str) -> dict
 
 
 def read_row(tree: Any, axes: dict[str, dict[str, Knobs]], columns: str, where: str) -> dict[str, Any]:
-    """A row of such a table: labels of axes, and numbers or words under labels of the columns."""
+    """Return a row of such a table: labels of axes, and numbers or words under labels of the columns."""
     row: dict[str, Any] = {}
     for key, value in as_dict(tree, "published.rows", where).items():
         if key in axes:
@@ -244,7 +250,7 @@ def as_dict(tree: Any, what: str, where: str) -> dict[Any, Any]:
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise UserError(f"{what} in {where} holds {tree!r}; it must be names with their values")
+        raise UserError(f"{what} in {where} holds {tree!r}; it must be a mapping of names to values")
     return tree
 
 
@@ -252,12 +258,12 @@ def as_list(tree: Any, what: str, where: str) -> list[Any]:
     if tree is None:
         return []
     if not isinstance(tree, list):
-        raise UserError(f"{what} in {where} holds {tree!r}; it must be a list, in brackets or one a line after '-'")
+        raise UserError(f"{what} in {where} holds {tree!r}; it must be a list, in brackets or with one '-' per line")
     return tree
 
 
 def as_number(value: Any) -> Any:
-    """A value as a number where it is one for people, if not for YAML: 1e-3 without a dot."""
+    """Return numbers that YAML reads as text, such as 1e-3 without a dot, as numbers."""
     return float(value) if isinstance(value, str) and re.fullmatch(r"[-+]?\d+e[-+]?\d+", value, re.I) else value
 
 
@@ -278,11 +284,11 @@ def check_whole(value: Any, what: str) -> None:
         raise UserError(f"{what} is {value!r}; it must be a whole number of at least 1")
 
 
-# From a command line
+# The command line
 
 
 def narrowed(sweep: Sweep, only: Iterable[str]) -> list[Point]:
-    """The points with certain labels, each given as axis=label,label."""
+    """Return the points with the labels of --only, each given as axis=label,label."""
     found = points(sweep)
     for text in only:
         axis, equals, labels = text.partition("=")
@@ -298,17 +304,20 @@ def narrowed(sweep: Sweep, only: Iterable[str]) -> list[Point]:
 
 
 def changed(sweep: Sweep, settings: Iterable[str]) -> Sweep:
-    """The sweep with knobs for all its runs, each given as knob=value; they win over all that the file says."""
+    """Return the sweep with the settings of --set for all its runs, each given as knob=value; they override the
+    file."""
     given: Knobs = {}
     for text in settings:
         name, equals, value = text.partition("=")
         if not equals:
             raise UserError(f"--set is '{text}'; write knob=value, such as rounds=20")
         if name in sweep.axes:
-            raise UserError(f"--set {name}: that is an axis of the sweep; choose from it with --only {name}=...")
+            raise UserError(f"--set {name}: it is an axis of the sweep; select labels with --only {name}=...")
         try:
             parsed = yaml.safe_load(value)
         except yaml.YAMLError:
             parsed = value
+        except (ValueError, RecursionError):  # a number of thousands of digits, brackets in brackets
+            raise UserError(f"--set {name} cannot be read; give a plain value") from None
         given |= read_knobs({name: parsed}, "--set")
     return replace(sweep, where=(*sweep.where, Where({}, given))) if given else sweep
