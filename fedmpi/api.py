@@ -10,7 +10,6 @@ import atexit
 import copy
 import inspect
 import os
-import random
 import signal
 import sys
 import traceback
@@ -20,7 +19,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -38,7 +36,7 @@ from .runs.config import Config
 from .runs.log import record
 from .runs.options import as_tree, from_values, plain
 from .runs.result import Result
-from .runs.run import Outcome, run, settle, trained_tensors
+from .runs.run import Outcome, run, settle, trained_tensors, undisturbed
 from .runs.stop import Stopped, follow_launcher
 from .runs.typed import Knobs
 from .server import ServerRule
@@ -232,23 +230,6 @@ def together(comm: Comm) -> Iterator[None]:
             raise
         sys.stderr.write(f"fedmpi: rank {comm.rank}: {traceback.format_exc()}")
         comm.abort(1)
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """Puts random numbers (of torch, numpy and Python) and torch's threads and choice of kernels back as the caller had
-    them."""
-    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    plain, numpys = random.getstate(), np.random.get_state()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    with torch.random.fork_rng(devices):
-        try:
-            yield
-        finally:
-            torch.set_num_threads(threads)
-            torch.use_deterministic_algorithms(deterministic)
-            random.setstate(plain)
-            np.random.set_state(numpys)
 
 
 def exported(outcome: Outcome) -> nn.Module:

@@ -235,7 +235,8 @@ class Config:
     """repeatable kernels on a GPU (a CPU is repeatable anyway)"""
     evaluate: str = "none"
     """what else is measured, a comma between them: clients (test accuracy of those who took part in a round and of the
-    others), agreement (by layer), gap (accuracy on training samples), membership (an attack when the run is done)"""
+    others), agreement (by layer), gap (accuracy on training samples), membership (an attack when the run is done),
+    top5 (accuracy), or your own as package.module:name"""
     log_to: str = "tensorboard"
     """tools that follow the run, next to metrics.jsonl, a comma between them: tensorboard, wandb, mlflow or none"""
     verbose: bool = False

@@ -12,9 +12,10 @@ import json
 import logging
 import math
 import os
+import random
 import signal
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,15 +32,9 @@ from ..algorithms import Algorithm
 from ..clients.task import Task
 from ..comm import Comm, agreed, common_trouble
 from ..comm.env import Place, available_cores, choose_device, describe, threads_per_rank
-from ..data import (
-    Arrays,
-    Data,
-    Ints,
-    Partition,
-)
+from ..data import Arrays, Data, Ints, Partition
 from ..errors import CommonError, FileError, RunError, UserError
 from ..local import RULES
-from ..masks import MaskKnobs
 from ..plugins.knobs import knobs
 from ..rounds import Report, State, begin, rounds
 from ..server import VARIED
@@ -50,8 +45,8 @@ from .config import Config, Step
 from .folder import CONFIG, FINISHED, MODEL, write
 from .log import Log, folded, record, report_of
 from .malloc import keep_freed
-from .measures import Asked, ask, attack, check_folder, scored
-from .measures.agreement import Layers
+from .measures import Measures, Ranks
+from .measures import Run as Measured
 from .metrics import Record, history, with_last
 from .schema import Finished, read
 from .stop import Stop, Stopped, in_words
@@ -70,6 +65,22 @@ def settle(cfg: Config, place: Place) -> torch.device:
     return device
 
 
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Restore random numbers (torch, numpy and Python) and torch's threads and choice of kernels afterwards."""
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    plain, numpys = random.getstate(), np.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+            torch.use_deterministic_algorithms(deterministic)
+            random.setstate(plain)
+            np.random.set_state(numpys)
+
+
 def run(
     prepared: Prepared,
     comm: Comm,
@@ -86,7 +97,6 @@ def run(
     alike = replace(cfg, quiet=False, verbose=False)  # what a rank prints is its own affair
     same_everywhere("configuration", comm, json.dumps(dataclasses.asdict(alike), sort_keys=True).encode())
     check_threads(comm)
-    check_folder(prepared.measures, out)
     with agreed(comm):
         if comm.rank == 0 and out is not None:
             folder.check(out)
@@ -97,8 +107,9 @@ def run(
     with agreed(comm):
         prepared, task = make_task(prepared, data, partition, meta, comm.size, device)
         check_memory_folder(prepared)
-        asked = ask(prepared.measures, data, task)
     cfg = prepared.cfg
+    seen = Measured(cfg, task, data, plan_of(prepared), Ranks(comm), prepared.given, out)
+    measures = Measures(prepared.measures, seen)
     rule = "of your own" if isinstance(prepared.given.algorithm, Algorithm) else str(cfg.local.rule)
     if rule not in RULES:
         with agreed(comm):  # once every rank has its model: ranks that are threads share torch's generator
@@ -140,26 +151,29 @@ def run(
         note = f"\ndata: {data.note}" if data.note else ""
         note += f"\ngoing on after round {found.round} of the run in {out}" if found else ""
         with agreed(comm):
-            done, told = found.round if found else 0, plain_knobs(settled)
             log = Log(
                 out,
                 cfg.rounds,
                 prepared.sinks,
                 speaks=comm.rank == 0,
                 quiet=cfg.quiet,
-                done=done,
-                config=told,
+                done=found.round if found else 0,
+                config=plain_knobs(settled),
                 records=records,
                 verbose=cfg.verbose,
                 several=comm.size > 1,
                 hidden=("kept",) if cfg.mask == "mean" and prepared.given.row is not OWN else (),  # all of it, always
             )
         stop = Stop(signals, cfg.max_minutes, began, speaks=comm.rank == 0)
-        with log, stop, Saver(out, cfg.checkpoint, facts, comm, found) as saver:
-            log.say(folded(header(prepared, task, comm) + note))
-            outcome = train(prepared, task, comm, saver, stop, log, environ, found, asked, records)
-        if out is not None and "membership" in prepared.measures:
-            log.say(attack(out, prepared.given, comm))
+        with log:
+            with stop, Saver(out, cfg.checkpoint, facts, comm, found) as saver:
+                log.say(folded(header(prepared, task, comm) + note))
+                outcome = train(prepared, task, comm, saver, stop, log, environ, found, measures, records)
+            problem = measure_end(outcome, measures, log)
+        if problem:
+            raise CommonError(
+                f"{f'the run in {out}' if out else 'training'} is finished, but a measurement failed ({problem})"
+            )
     comm.barrier()
     return outcome
 
@@ -173,7 +187,7 @@ def train(
     log: Log,
     environ: Mapping[str, str],
     found: Found | None,
-    asked: Asked,
+    measures: Measures,
     records: Sequence[Record],
 ) -> Outcome:
     """The rounds that are left, each logged and, when it is time, saved; then the results. Collective."""
@@ -184,20 +198,20 @@ def train(
     progress = Progress()
     if found is not None:
         state, progress = restore(found, state, task.layout.length, comm), found.progress
-    layers = [Layers.of(task.layout, threshold(cfg), task.device)] if "agreement" in prepared.measures else []
-    training = rounds(state, plan, prepared.algorithm, task, comm, layers)
+    training = rounds(state, plan, prepared.algorithm, task, comm, measures.observers)
     for state, report in training:
-        report = replace(report, metric=task.goal.metric)
-        for observer in layers:
-            report = replace(report, measures=observer.after_round(comm, report.clients))
-        if report.round % cfg.eval.every == 0 or report.round == cfg.rounds:
-            report = scored(report, plan, task, state, comm, cfg.eval.batch, asked)
+        last = report.round == cfg.rounds
+        scored = last or report.round % cfg.eval.every == 0
+        report, problem = measures.after_round(state, replace(report, metric=task.goal.metric), scored)
         saver.trouble = folder.attempt(partial(log.round, report))
         reports.append(report)
         progress = moved_on(progress, report, task.goal.rises)
         stop.round_done()
-        flags = saver.round_done(state, progress, stop.flags, last=report.round == cfg.rounds)
-        if any(flags) and report.round < cfg.rounds:
+        flags = saver.round_done(state, progress, stop.flags, last=last or bool(problem))
+        if problem:
+            saved = "; the round is saved: the same command resumes after it" if saver.out else ""
+            raise CommonError(f"round {report.round}: {problem}; fix it or leave it out of --evaluate{saved}")
+        if any(flags) and not last:
             if first and out is not None:
                 saver.trouble = folder.attempt(partial(folder.add_stop, out, report.round, in_words(flags), environ))
             saver.agree()
@@ -208,9 +222,15 @@ def train(
     return Outcome(task, state, reports, cfg)
 
 
-def threshold(cfg: Config) -> float:
-    """Return the tau that agreement is measured by; 0 would count nothing, so it means that of the papers."""
-    return cfg.tau or MaskKnobs.tau
+def measure_end(outcome: Outcome, measures: Measures, log: Log) -> str:
+    """Add the measurements of the finished run to its last round; return what went wrong, on all ranks. Collective."""
+    last = outcome.last
+    measures.run.print = log.say
+    report, problem = measures.at_end(outcome.state, last)
+    outcome.history[-1] = report
+    more = {name: value for name, value in report.measures.items() if last.measures.get(name) != value}
+    trouble = folder.attempt(partial(log.end, report, more)) if more else ""
+    return problem or common_trouble(measures.run.comm.comm, trouble)
 
 
 def check_finished(out: Path, cfg: Config, environ: Mapping[str, str]) -> None:

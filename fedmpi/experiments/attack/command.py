@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 
 from ... import __version__
-from ...api import undisturbed
 from ...cohort import draw
 from ...comm.env import Place, available_cores
 from ...data import Ints
@@ -32,7 +31,7 @@ from ...runs.build import NOTHING, Given
 from ...runs.folder import ATTACK, write
 from ...runs.log import set_up
 from ...runs.options import filled, make_parser
-from ...runs.run import settle
+from ...runs.run import settle, undisturbed
 from ..runs import find_runs, read_run
 from .answers import Answers, ask, scored_loss
 from .attackers import Floats, cheapest, contest, generator, logistic
