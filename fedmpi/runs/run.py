@@ -56,7 +56,7 @@ warnings = logging.getLogger("fedmpi")
 
 
 def settle(cfg: Config, place: Place) -> torch.device:
-    """Set this process up for a run: its threads and, on a GPU, repeatable kernels; returns its device."""
+    """Set this process up for a run: its threads and, on a GPU, repeatable kernels; return its device."""
     torch.set_num_threads(threads_per_rank(place, cfg.threads, available_cores()))
     device = torch.device(choose_device(place, cfg.device, torch.cuda.device_count()))
     if cfg.deterministic and device.type == "cuda":
@@ -90,8 +90,8 @@ def run(
     signals: Iterable[signal.Signals] = (),
     began: float | None = None,
 ) -> Outcome:
-    """Train, from the newest checkpoint where there is one, and leave a finished run folder; returns how it ended.
-    Collective. Where one of the signals or the time budget, which counts from `began`, stops it, every rank raises
+    """Train, from the newest checkpoint if there is one, and leave a finished run folder; return how it ended.
+    Collective. If one of the signals or the time budget, which counts from `began`, stops it, every rank raises
     `Stopped`."""
     cfg, out = prepared.cfg, prepared.out
     alike = replace(cfg, quiet=False, verbose=False)  # what a rank prints is its own affair
@@ -190,7 +190,7 @@ def train(
     measures: Measures,
     records: Sequence[Record],
 ) -> Outcome:
-    """The rounds that are left, each logged and, when it is time, saved; then the results. Collective."""
+    """Run the rounds that are left, log each, save when it is time, and write the results. Collective."""
     cfg, out, first = prepared.cfg, prepared.out, comm.rank == 0
     plan = plan_of(prepared)
     state = begin(task, prepared.algorithm, comm, make_memory(prepared, task), cfg.wire)
@@ -234,7 +234,7 @@ def measure_end(outcome: Outcome, measures: Measures, log: Log) -> str:
 
 
 def check_finished(out: Path, cfg: Config, environ: Mapping[str, str]) -> None:
-    """Refuse a finished run, but for one that is to have more rounds, or whose launcher has started it once more."""
+    """Refuse a finished run, unless it is to have more rounds, or its launcher has restarted it."""
     finished = read(out / FINISHED, Finished)
     if finished is None:
         return
@@ -250,7 +250,8 @@ def check_finished(out: Path, cfg: Config, environ: Mapping[str, str]) -> None:
 
 
 def find_start(out: Path | None, cfg: Config, facts: Facts, environ: Mapping[str, str], comm: Comm) -> Found | None:
-    """The checkpoint to go on from, with its number of threads, unless one was given; None: begin. Collective."""
+    """Return the checkpoint to resume from, and set its number of threads unless one was given; None: begin.
+    Collective."""
     if out is None:
         return None
     words = torch.zeros(3, dtype=torch.int64)  # the round it has stopped after, whether to start over, whether finished
@@ -283,14 +284,14 @@ def find_start(out: Path | None, cfg: Config, facts: Facts, environ: Mapping[str
 
 
 def read_history(out: Path | None, found: Found | None) -> list[Record]:
-    """The rounds before this life, as far as metrics.jsonl has them; the last one is in the checkpoint, too."""
+    """Return the rounds before this start, as far as metrics.jsonl has them; the last one is in the checkpoint, too."""
     if out is None or found is None:
         return []
     return with_last(history(out, found.round), dict(found.about["last"]))
 
 
 def moved_on(progress: Progress, report: Report, rises: bool) -> Progress:
-    """The progress after one more round."""
+    """Return the progress after one more round."""
     values = [value for value in (progress.best, finite(report.test_metric)) if value is not None]
     return Progress((max if rises else min)(values) if values else None, record(report))
 
@@ -307,17 +308,17 @@ class Outcome:
 
     @property
     def last(self) -> Report:
-        """The last round's report."""
+        """Return the last round's report."""
         return self.history[-1]
 
 
 def plain_knobs(cfg: Config) -> dict[str, Any]:
-    """Every knob by its dotted name, without the groups."""
+    """Return every knob by its dotted name, without the groups."""
     return {name: value for name, value in knobs(cfg).items() if not dataclasses.is_dataclass(value)}
 
 
 def facts_of(prepared: Prepared, task: Task, data: Data, meta: Ints, device: torch.device) -> Facts:
-    """What must be the same on every rank, and in every life of a run."""
+    """Return what must be the same on every rank, and in every start of a run."""
     cfg, rule, moments = prepared.cfg, prepared.algorithm.local, sorted(prepared.algorithm.server.moments)
     config = plain_knobs(cfg) | {"device": device.type}
     partition, labels = task.partition, data.class_labels(needed=False)
@@ -342,7 +343,7 @@ def compare_ranks(facts: Facts, comm: Comm) -> None:
 
 
 def sha256(*pieces: bytes | np.ndarray) -> str:
-    """The SHA-256 of bytes and arrays, one behind the other."""
+    """Return the SHA-256 of bytes and arrays, one after the other."""
     sha = hashlib.sha256()
     for piece in pieces:
         sha.update(piece if isinstance(piece, bytes) else np.ascontiguousarray(piece).data)
@@ -389,7 +390,7 @@ def describe_run(
 
 
 def finish(out: Path, task: Task, state: State, progress: Progress) -> None:
-    """Write the model under its own names, then the file that says the run is done."""
+    """Write the model under its own names, then the file that marks the run as done."""
     aside = out / f".{MODEL}"
     folder.remove(aside)
     save_file(trained_tensors(task, state), aside, metadata={"format": "pt"})
@@ -408,7 +409,7 @@ def finish(out: Path, task: Task, state: State, progress: Progress) -> None:
 
 
 def trained_tensors(task: Task, state: State) -> dict[str, Tensor]:
-    """The model's state dict, each tensor in memory of its own."""
+    """Return the model's state dict, each tensor in memory of its own."""
     task.load(state.model_N, state.ints)
     return {
         name: t.detach().cpu().clone(memory_format=torch.contiguous_format)
@@ -425,7 +426,7 @@ def scheduled(schedule: str) -> str:
 
 
 def header(prepared: Prepared, task: Task, comm: Comm) -> str:
-    """What is about to run, in three lines."""
+    """Return what is about to run, in three lines."""
     cfg = prepared.cfg
     held = f"; {cfg.meta.size} samples held out" if cfg.meta.size else ""
     uses = [f"meta step lr {cfg.meta.lr:g}"] * bool(cfg.meta.lr) + ["a copy for every client"] * bool(cfg.meta.share)
@@ -443,7 +444,7 @@ def header(prepared: Prepared, task: Task, comm: Comm) -> str:
 
 
 def rules(cfg: Config) -> str:
-    """The algorithm in words: what a client does, the mask, what the server does."""
+    """Return the algorithm in words: what a client does, the mask, what the server does."""
     variant = f", variant {cfg.server.variant}" if cfg.server.rule in VARIED else ""
     tau = "" if cfg.mask == "mean" else f" (tau {cfg.tau:g})"
     client = f"client {cfg.local.rule} lr {cfg.local.lr:g}{scheduled(cfg.local.schedule)}"
@@ -454,7 +455,7 @@ def rules(cfg: Config) -> str:
 
 
 def describe_step(step: Step, by_hand: bool = False) -> str:
-    """The path in words, for the head of a run."""
+    """Return the execution mode in words, for the head of a run."""
     words = [step.layout, step.precision] + ["gradient by hand"] * by_hand
     words += [f"compiled ({step.compile})"] if step.compile != "none" else []
     words += [f"{step.together} clients at once"] if step.together > 1 else []
