@@ -10,7 +10,6 @@ import atexit
 import copy
 import inspect
 import os
-import random
 import signal
 import sys
 import traceback
@@ -20,7 +19,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -38,7 +36,7 @@ from .runs.config import Config
 from .runs.log import record
 from .runs.options import as_tree, from_values, plain
 from .runs.result import Result
-from .runs.run import Outcome, run, settle, trained_tensors
+from .runs.run import Outcome, run, settle, trained_tensors, undisturbed
 from .runs.stop import Stopped, follow_launcher
 from .runs.typed import Knobs
 from .server import ServerRule
@@ -81,8 +79,8 @@ def train(
                also by the names of other tools, as on the command line: lr=0.05, epochs=2, batch_size=32.
                quiet=True prints nothing
 
-    With a run folder, training goes on from the newest checkpoint that is there, and SIGTERM, SIGUSR2 or `max_minutes`
-    stop it in good order: it saves, and raises `Stopped`, a SystemExit with code 75.
+    With a run folder, training resumes from the newest checkpoint, and SIGTERM, SIGUSR2 or `max_minutes` stop it in
+    good order: it saves, and raises `Stopped`, a SystemExit with code 75.
 
     A mistake is a `fedmpi.errors.UserError`, on every rank alike.
     """
@@ -113,7 +111,7 @@ def train(
 
 
 def signature() -> inspect.Signature:
-    """The signature of `train` with every knob spelled out, for `help` and for completion in a notebook."""
+    """Return the signature of `train` with every knob spelled out, for `help` and for completion in a notebook."""
     own = inspect.signature(train)
     fixed = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
     names = [name for name in Knobs.__annotations__ if name not in own.parameters]
@@ -128,7 +126,7 @@ train.__signature__ = signature()  # type: ignore[attr-defined]
 def choose(
     model: Any, data: Any, test: Any, algorithm: Any, out: Any, knobs: Mapping[str, Any]
 ) -> tuple[Given, dict[str, Any]]:
-    """What was handed over, and the knobs that follow from it."""
+    """Return what was handed over, and the knobs that follow from it."""
     if not isinstance(out, str | Path | None):
         raise UserError(f"out is {type(out).__name__}; it must be the name of a folder, or None")
     chosen = as_tree(knobs)
@@ -155,7 +153,7 @@ def choose(
 
 
 def check_algorithm(algorithm: Algorithm, knobs: Mapping[str, Any]) -> None:
-    """Refuse an algorithm that is not made of rules, and knobs that it would make nothing of."""
+    """Refuse an algorithm that is not made of rules, and knobs that it does not read."""
     kinds = {"local": LocalRule, "mask": Mask, "server": ServerRule, "meta": MetaStep | None}
     for name, kind in kinds.items():
         if not isinstance(value := getattr(algorithm, name), kind):
@@ -174,8 +172,8 @@ def check_algorithm(algorithm: Algorithm, knobs: Mapping[str, Any]) -> None:
 
 
 def of_clients(data: Any, test: Any, chosen: dict[str, Any]) -> Data:
-    """The data of all clients as one: data sets of their own, with the split that gives each its own back in `chosen`,
-    or one data set that is still to be split."""
+    """Return the data of all clients as one: data sets of their own, with the split that gives each its own back in
+    `chosen`, or one data set that is still to be split."""
     one = is_part(data)
     if not one and not isinstance(data, Mapping | Sequence):
         raise UserError(
@@ -205,7 +203,7 @@ def of_clients(data: Any, test: Any, chosen: dict[str, Any]) -> Data:
 
 
 def link(cfg: Config, place: Place, device: torch.device) -> Comm:
-    """This rank's connection to the others: made at the first call, ended with the process."""
+    """Return this rank's connection to the others: made at the first call, ended with the process."""
     if not _connected:
         comm = connect(cfg.comm, place, device, cfg.timeout, os.environ)
         if device.type == "cpu":
@@ -222,7 +220,7 @@ def link(cfg: Config, place: Place, device: torch.device) -> Comm:
 
 @contextmanager
 def together(comm: Comm) -> Iterator[None]:
-    """Let a fault that this rank alone has, which the others would wait for in vain, end all of them."""
+    """End all ranks on a fault of this rank alone: the others would wait for it."""
     try:
         yield
     except (UserError, CommonError, Stopped):  # raised on every rank alike
@@ -234,25 +232,8 @@ def together(comm: Comm) -> Iterator[None]:
         comm.abort(1)
 
 
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """Puts random numbers (of torch, numpy and Python) and torch's threads and choice of kernels back as the caller had
-    them."""
-    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    plain, numpys = random.getstate(), np.random.get_state()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    with torch.random.fork_rng(devices):
-        try:
-            yield
-        finally:
-            torch.set_num_threads(threads)
-            torch.use_deterministic_algorithms(deterministic)
-            random.setstate(plain)
-            np.random.set_state(numpys)
-
-
 def exported(outcome: Outcome) -> nn.Module:
-    """The trained model, its tensors in memory of their own."""
+    """Return the trained model, its tensors in memory of their own."""
     tensors = trained_tensors(outcome.task, outcome.state)
     model = copy.deepcopy(outcome.task.model).cpu()
     for name, tensor in (dict(model.named_parameters()) | dict(model.named_buffers())).items():

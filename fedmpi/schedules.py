@@ -99,10 +99,10 @@ def form(name: str, wanted: tuple[str, ...]) -> str:
     return f"{name}:{words}{spare}" if words else f"{name}{spare}"
 
 
-def read_names(kind: str, text: str, known: Iterable[str]) -> list[str]:
-    """The names in a list with commas, each once; `none` stands for no name."""
+def read_names(kind: str, text: str, known: Iterable[str], own: bool = False) -> list[str]:
+    """Return the names in a comma-separated list, each once; `none` is the empty list. `own` allows import paths."""
     names, known = [name.strip() for name in text.split(",")], [*known, "none"]
     for name in names:
-        if name and name not in known:
-            raise unknown(kind, name, known)
+        if name and name not in known and not (own and ":" in name):
+            raise unknown(kind, name, known, own)
     return list(dict.fromkeys(name for name in names if name not in ("", "none")))

@@ -19,7 +19,7 @@ from fedmpi.local import LocalRule, sgd
 from fedmpi.local.memory import Memory
 from fedmpi.masks import make_mask
 from fedmpi.rounds import Clients, Plan, Report, State, begin, rounds
-from fedmpi.runs.measures.agreement import Layers
+from fedmpi.runs.measures.agreement import Agreement
 from fedmpi.server import ServerKnobs, make_server
 
 SIZES = (5, 9, 14, 3, 20, 7, 11)
@@ -79,13 +79,14 @@ def plan(**changes) -> Plan:
 def run_rounds(
     state: State, how: Plan, algo: Algorithm, clients: Clients, comm: Comm, tau: float | None = None
 ) -> tuple[State, list[Report]]:
-    """A rank's last state and its reports; with `tau`, agreement is measured."""
-    observers = [] if tau is None else [Layers.of(clients.layout, tau, clients.device)]
+    """Return a rank's last state and its reports; with `tau`, agreement is measured."""
+    agreement = Agreement()
+    agreement.start(clients.layout, tau or 0.0, clients.device)
     reports = []
-    for after, report in rounds(state, how, algo, clients, comm, observers):
+    for after, report in rounds(state, how, algo, clients, comm, [] if tau is None else [agreement]):
         state = after
-        for observer in observers:
-            report = replace(report, measures=observer.after_round(comm, report.clients))
+        if tau is not None:
+            report = replace(report, measures=agreement.read(comm, report.clients))
         reports.append(report)
     return state, reports
 
@@ -99,7 +100,7 @@ def federate(
     memory: Callable[[], Memory] | None = None,
     tau: float | None = None,
 ) -> tuple[list[State], list[Report]]:
-    """Every rank's last state, and rank 0's reports; with `tau`, agreement is measured."""
+    """Return every rank's last state, and rank 0's reports; with `tau`, agreement is measured."""
     ours, how = tasks(size, make, meta), how or plan()
 
     def work(comm: Comm) -> tuple[State, list[Report]]:

@@ -31,6 +31,9 @@ from .training import Global, Start, Trainer, train_clients
 
 T = TypeVar("T")
 
+Total = Callable[[Tensor, Tensor], tuple[float, int]]
+"""(outputs, labels) of a block -> the sum of a metric, and how many values were summed"""
+
 
 class Scored(NamedTuple):
     """Metric and loss of a block, each summed over its labels, and the number of labels."""
@@ -40,6 +43,8 @@ class Scored(NamedTuple):
     labels: int
     classes: dict[int, tuple[float, int]] = {}
     """if requested: metric and number of labels per class"""
+    more: dict[str, tuple[float, int]] = {}
+    """if requested: sum and number of values per further metric"""
 
 
 class ModelJob:
@@ -261,23 +266,27 @@ class Task:
         self.gradient(Batch(self.meta[block], torch_seed(self.seed, "meta", round, block.start)))
         return self.grad_P
 
-    def score(self, blocks: Sequence[slice], by_class: bool = False) -> Iterator[Scored]:
-        """Yield the loaded model's score on each block of the test set, per class if `by_class`."""
-        return self.evaluate(self.feed.test([self.tests[block] for block in blocks]), by_class)
+    def score(
+        self, blocks: Sequence[slice], by_class: bool = False, metrics: Mapping[str, Total] | None = None
+    ) -> Iterator[Scored]:
+        """Yield the loaded model's score on each block of the test set, per class if `by_class`, and by further
+        metrics."""
+        return self.judge(self.feed.test([self.tests[block] for block in blocks]), by_class, metrics or {})
 
     def score_train(self, samples: Sequence[Tensor]) -> Iterator[Scored]:
         """Yield the loaded model's score on each block of train samples, without augmentation."""
-        return self.evaluate(self.feed.plain(samples))
+        return self.judge(self.feed.plain(samples), False, {})
 
     @torch.inference_mode()
-    def evaluate(self, pairs: Iterator[Pair], by_class: bool = False) -> Iterator[Scored]:
+    def judge(self, pairs: Iterator[Pair], by_class: bool, metrics: Mapping[str, Total]) -> Iterator[Scored]:
         """Yield the model's score on each block of samples."""
         self.model.eval()
         for x, y in pairs:
             outputs = self.model(x)
             classes = each_class(self.goal, outputs, y) if by_class else {}
             total, loss = float(self.goal.total(outputs, y)), float(self.goal.loss(outputs, y, "sum"))
-            yield Scored(total, loss, y.numel(), classes)
+            more = {name: metric(outputs, y) for name, metric in metrics.items()}
+            yield Scored(total, loss, y.numel(), classes, more)
 
 
 def each_class(goal: Objective, outputs: Tensor, y: Tensor) -> dict[int, tuple[float, int]]:

@@ -21,9 +21,11 @@ from ..experiments.measures import (
     round_seconds,
     total_bytes,
 )
-from ..experiments.runs import pairing, read_run
+from ..experiments.runs import Run, pairing, read_run
 from ..experiments.tables import Table, lines
+from ..runs.metrics import REQUIRED
 from ..runs.options import positional, read_options
+from ..runs.sinks.base import scalars
 from ..runs.text import amount
 
 COLUMNS = (
@@ -55,8 +57,24 @@ class CompareOptions:
 
 def table(folders: list[Path]) -> str:
     """Return the table, one row per run."""
-    rows = [row(folder) for folder in folders]
-    return "\n".join(lines(Table("", COLUMNS, rows, align="ll" + "r" * (len(COLUMNS) - 2))))
+    more = [further(read_run(folder, whole=True)) for folder in folders]
+    names = list(dict.fromkeys(name for found in more for name in found))
+    rows = [
+        (*row(folder), *(number(found.get(name), ".4f") for name in names))
+        for folder, found in zip(folders, more, strict=True)
+    ]
+    columns = (*COLUMNS, *names)
+    return "\n".join(lines(Table("", columns, rows, align="ll" + "r" * (len(columns) - 2))))
+
+
+def further(run: Run) -> dict[str, float]:
+    """Return the last value of every further number that was measured (--evaluate), but for those of single layers."""
+    usual = {*REQUIRED, "round", "dropped", "client_bytes_up", "client_bytes_down", "test_loss", run.score}
+    found: dict[str, float] = {}
+    for record in run.records:
+        measured = {name: value for name, value in record.items() if name not in usual}
+        found |= {name: value for name, value in scalars(measured) if name.count("/") <= 1}
+    return found
 
 
 def row(folder: Path) -> tuple[str, ...]:

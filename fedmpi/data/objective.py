@@ -35,27 +35,27 @@ class Objective:
         if not self.metric.isidentifier() or self.metric == "loss":
             raise UserError(
                 f"an objective's metric is '{self.metric}'; it must be a name such as accuracy, and not loss: it is "
-                "reported as test_<metric>, beside test_loss"
+                "reported as test_<metric>, next to test_loss"
             )
 
 
 def cross_entropy(outputs: Tensor, labels: Tensor, reduction: str) -> Tensor:
-    """Of logits [..., classes] and labels [...]."""
+    """Return the cross entropy of logits [..., classes] and labels [...]."""
     return F.cross_entropy(outputs.flatten(0, -2), labels.flatten(), reduction=reduction)
 
 
 def count_right(outputs: Tensor, labels: Tensor) -> Tensor:
-    """How often the largest logit is that of the label."""
+    """Return how often the largest logit is that of the label."""
     return (outputs.argmax(-1) == labels).sum()
 
 
 def squared_error(outputs: Tensor, labels: Tensor, reduction: str) -> Tensor:
-    """Of outputs with as many elements as the labels."""
+    """Return the squared error of outputs with as many elements as the labels."""
     return F.mse_loss(outputs.reshape(labels.shape), labels, reduction=reduction)
 
 
 def absolute_error(outputs: Tensor, labels: Tensor) -> Tensor:
-    """The sum of the distances."""
+    """Return the sum of the distances."""
     return (outputs.reshape(labels.shape) - labels).abs().sum()
 
 
@@ -65,7 +65,7 @@ REGRESS = Objective("regression", squared_error, "error", absolute_error, rises=
 
 
 def objective_of(labels: Tensor) -> Objective:
-    """The usual objective for labels: regression where they are floating point, else classification."""
+    """Return the usual objective for labels: regression where they are floating point, else classification."""
     return REGRESS if labels.is_floating_point() else CLASSIFY
 
 

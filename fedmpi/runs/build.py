@@ -58,7 +58,7 @@ from ..server import VARIANTS, ServerKnobs, ServerRule, make_server
 from .aliases import real_value
 from .config import Config, Local, Meta, Server, check
 from .log import sink_names
-from .measures import measure_names
+from .measures import make_measure, measure_names
 from .trial import try_algorithm
 
 log = logging.getLogger("fedmpi")
@@ -153,6 +153,8 @@ def prepare(cfg: Config, given: Given = NOTHING) -> Prepared:
         algorithm = build(cfg)
     model = None if cfg.model is None or given.model is not None else find_model(cfg.model)
     measures = tuple(measure_names(cfg.evaluate))
+    for name in measures:
+        make_measure(name)
     return Prepared(cfg, algorithm, model, work, sink_names(cfg.log_to), out, given, measures)
 
 

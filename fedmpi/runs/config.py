@@ -241,7 +241,7 @@ class Config:
     evaluate: str = "none"
     """Further measurements, separated by commas: clients (test accuracy of clients that took part and of the
     others), agreement (per layer), gap (accuracy on training samples), membership (an attack at the end of the
-    run)."""
+    run), top5 (accuracy), or your own as package.module:name."""
     log_to: str = "tensorboard"
     """Log sinks besides metrics.jsonl, separated by commas: tensorboard, wandb, mlflow or none."""
     verbose: bool = False

@@ -22,15 +22,18 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from ..errors import UserError, unknown
+from ..errors import UserError
 from ..rounds import Report
+from ..schedules import read_names
 from .folder import METRICS, append, write
 from .metrics import Record, finite, lacking, read_lines
 from .sinks import SINKS, About, Guarded, Sink, need
+from .sinks.base import scalars
 from .stop import Stopped
 
 WIDTH = 100  # columns of what is printed
 LEAST_FIRST = ("kept", "agree", "train", "loss", "below", "others", "part")  # left out where a line gets too long
+OWN = "own:"  # in front of a field that somebody's own measurement returned
 PLAIN: Mapping[str, str] = {}
 COLOURS = {"round": "1", "metric": "32", "dropped": "33", "time": "2"}  # bold, green, yellow, dim
 
@@ -51,27 +54,31 @@ class JsonLines:
             log.warning("%s lacks %s%s; the model is not affected", self.path, absent, kept)
         write(self.path, "".join(json.dumps(record) + "\n" for record in records))
 
-    def write(self, record: dict[str, Any]) -> None:
+    def write(self, record: Record) -> None:
         if not self.path.exists() and self.path.parent.exists():  # of a folder that is gone, `append` complains
             log.warning("%s was removed: a new one has the rounds from %d on", self.path, record["round"])
         append(self.path, json.dumps(record, allow_nan=False))
+
+    def end(self, record: Record, more: Record) -> None:
+        """Replace the last round."""
+        there = self.path.read_text(encoding="utf-8").splitlines(keepends=True) if self.path.exists() else []
+        write(self.path, "".join(there[:-1]) + json.dumps(record, allow_nan=False) + "\n")
 
     def close(self, how: str) -> None:
         pass
 
 
 def sink_names(names: str) -> list[str]:
-    """The sinks in a comma-separated list, each once; `none` is the empty one. Refuses those that are not installed."""
-    wanted = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip() not in ("", "none")))
+    """Return the sinks in a comma-separated list, each once; `none` is the empty one. Refuse those that are not
+    installed."""
+    wanted = read_names("sink (--log_to)", names, SINKS)
     for name in wanted:
-        if name not in SINKS:
-            raise unknown("sink (--log_to)", name, [*SINKS, "none"])
         need(name)
     return wanted
 
 
-def record(report: Report) -> dict[str, Any]:
-    """A report as it stands in metrics.jsonl."""
+def record(report: Report) -> Record:
+    """Return a report as it stands in metrics.jsonl."""
     values = asdict(report)
     values["dropped_clients"] = list(values.pop("dropped"))
     values["dropped"] = len(values["dropped_clients"])
@@ -81,10 +88,10 @@ def record(report: Report) -> dict[str, Any]:
     return {name: finite(value) for name, value in values.items()}
 
 
-def report_of(record: dict[str, Any]) -> Report:
-    """The report that a record was made of."""
+def report_of(record: Record) -> Report:
+    """Return the report that a record was made of."""
     metric = next(name for name in record if name.startswith("test_") and name != "test_loss")
-    known = {field.name for field in fields_of(Report)} - {"dropped"}
+    known = {field.name for field in fields_of(Report)} - {"dropped", "metric", "test_metric", "measures"}
     ours = known | {"dropped", "dropped_clients", metric}
     return Report(
         **{name: value for name, value in record.items() if name in known},
@@ -96,28 +103,32 @@ def report_of(record: dict[str, Any]) -> Report:
 
 
 def fields(report: Report, rounds: int) -> dict[str, str]:
-    """A round as short texts by what they are."""
+    """Return a round as short texts by what they are."""
     name = shortest(report.metric)
     found = {"round": f"round {report.round:>{len(str(rounds))}}/{rounds}"}
     if report.test_metric is not None:
         found |= {"metric": f"{name} {number(report.test_metric)}", "loss": f"loss {number(report.test_loss)}"}
     found |= {"train": f"train {number(report.train_loss)}"}
     found |= {"kept": f"kept {report.kept:.2f}", "agree": f"agree {report.agreement:.2f}"}
-    found |= {word: f"{word} {value:.2f}" for word, value in measures(report, name).items() if value is not None}
+    found |= measured(report, name)
     found |= {"dropped": f"dropped {len(report.dropped)}"} if report.dropped else {}
     return found | {"time": duration(sum(report.seconds.values()))}
 
 
-def measures(report: Report, name: str) -> dict[str, float | None]:
-    """What else was measured, by a short word; `name` is that of the metric."""
-    found = report.measures
-    sides = found.get(f"clients_{report.metric}", {})
-    words = {"below": found.get("below_tau"), f"train-{name}": found.get(f"train_{report.metric}")}
-    return words | {"part": sides.get("participating"), "others": sides.get("others")}
+def measured(report: Report, name: str) -> dict[str, str]:
+    """Return what else was measured: by a short word, or by its own name; `name` is that of the metric.
+    Numbers in groups, such as those of layers, are too many for a line."""
+    numbers = dict(scalars(report.measures))
+    sides = f"clients_{report.metric}"
+    words = {"below_tau": "below", f"train_{report.metric}": f"train-{name}", "train_sample_loss": ""}
+    words |= {f"{sides}/participating": "part", f"{sides}/others": "others"}
+    known = {word: f"{word} {numbers[key]:.2f}" for key, word in words.items() if word and key in numbers}
+    own = {key: value for key, value in numbers.items() if key not in words and "/" not in key}
+    return known | {f"{OWN}{key}": f"{shortest(key.removeprefix('test_'))} {number(v)}" for key, v in own.items()}
 
 
 def shortest(metric: str) -> str:
-    """A metric's name as a line has it."""
+    """Return a metric's name as a line has it."""
     return "acc" if metric == "accuracy" else metric if len(metric) <= 12 else f"{metric[:11]}~"
 
 
@@ -136,7 +147,7 @@ def line(report: Report, rounds: int, styles: Mapping[str, str] = PLAIN, hidden:
     """A round in one line of at most WIDTH columns, without what is `hidden`; where it does not fit, what matters least
     is left out. Escape codes of the `styles` take no column."""
     found = {name: text for name, text in fields(report, rounds).items() if name not in hidden}
-    for least in LEAST_FIRST:
+    for least in [*(name for name in reversed(found) if name.startswith(OWN)), *LEAST_FIRST]:
         if len("  ".join(found.values())) > WIDTH:
             found.pop(least, None)
     return "  ".join(styled(text, styles.get(name, "")) for name, text in found.items())
@@ -221,8 +232,13 @@ class Log:
         for sink in self.sinks:
             sink.write(record(report))
 
+    def end(self, report: Report, more: Record) -> None:
+        """Keep what was measured at the end of the run, in its last round: `more` is new in it."""
+        for sink in self.sinks:
+            sink.end(record(report), finite(more))
+
     def close(self, how: str) -> None:
-        """Nothing more will come; `how` is finished, stopped or failed."""
+        """End all sinks; `how` is finished, stopped or failed."""
         for sink in self.sinks:
             sink.close(how)
 

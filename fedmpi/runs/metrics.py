@@ -78,7 +78,7 @@ def trouble(record: Record) -> str:
     if found := fault(record, Round, WHOLE):
         return found
     for key, value in record.items():
-        kind = Numbers if key.startswith(SIDES) else float if key.startswith(("test_", "train_")) else Any
+        kind = float if key.startswith(("test_", "train_")) else float | Numbers if key.startswith(SIDES) else Any
         if value is not None and (found := fault(value, kind, f"'{key}'")):
             return found
     return ""

@@ -32,7 +32,7 @@ class History(list[dict[str, Any]]):
 
 @dataclass(frozen=True, repr=False)
 class Result:
-    """What a training has come to; the same on every rank."""
+    """The result of a training, the same on every rank."""
 
     model: nn.Module
     """trained, on the CPU; the one that was handed over is left as it was"""
@@ -49,7 +49,7 @@ class Result:
 
     @cached_property
     def history(self) -> pandas.DataFrame | History:
-        """A row per round, as `reports`, with a column for each nested number ("seconds/local"): a DataFrame where
+        """Return a row per round, as `reports`, with a column for each nested number ("seconds/local"): a DataFrame if
         pandas is installed, else a `History`, which has columns by name too."""
         rows = [flat(report) for report in self.reports]
         try:
@@ -60,17 +60,17 @@ class Result:
 
     @property
     def metric(self) -> str:
-        """The key of the test metric in a report."""
+        """Return the key of the test metric in a report."""
         return next(name for name in self.reports[-1] if name.startswith("test_") and name != "test_loss")
 
     @property
     def scores(self) -> dict[int, float]:
-        """round -> test metric, of the rounds that were scored and came out finite."""
+        """Return round -> test metric, of the rounds that were scored and are finite."""
         return {report["round"]: report[self.metric] for report in self.reports if report[self.metric] is not None}
 
     @property
     def best(self) -> float | None:
-        """The best test metric of all rounds."""
+        """Return the best test metric of all rounds."""
         values = self.scores.values()
         return (max if self.rises else min)(values) if values else None
 
@@ -82,11 +82,11 @@ class Result:
 
     @property
     def title(self) -> str:
-        """What ran, in a few words."""
+        """Return what ran, in a few words."""
         return f"{self.config.algorithm}, mask {self.config.mask}, {self.config.model} on {self.config.data}"
 
     def _repr_html_(self) -> str:
-        """A title, the last round's numbers and the curve of the test metric, for notebooks."""
+        """Return a title, the last round's numbers and the curve of the test metric, for notebooks."""
         shown = [(key, value) for key, value in self.reports[-1].items() if isinstance(value, int | float)]
         cells = "".join(f"<tr><td>{escape(key)}</td><td>{value:.6g}</td></tr>" for key, value in shown)
         out = f"<div>run folder: <code>{escape(str(self.out))}</code></div>" if self.out else ""
@@ -99,7 +99,7 @@ class Result:
 
 
 def flat(report: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A report without dicts in it: their numbers by both names, with a slash between."""
+    """Return a report without dicts in it: their numbers by both names, with a slash between."""
     found: dict[str, Any] = {}
     for name, value in report.items():
         found |= flat(value, f"{prefix}{name}/") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
@@ -107,7 +107,7 @@ def flat(report: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def curve(scores: Mapping[int, float], name: str) -> str:
-    """A line over the rounds as SVG, in the colours of the page around it; empty where there is nothing to draw."""
+    """Return a line over the rounds as SVG, in the colours of the page around it; '' if there is nothing to draw."""
     if not scores:
         return ""
     first, last, low, high = min(scores), max(scores), min(scores.values()), max(scores.values())

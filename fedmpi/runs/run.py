@@ -11,9 +11,10 @@ import hashlib
 import json
 import logging
 import os
+import random
 import signal
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,15 +31,9 @@ from ..algorithms import Algorithm
 from ..clients.task import Task
 from ..comm import Comm, agreed, common_trouble
 from ..comm.env import Place, available_cores, choose_device, describe, threads_per_rank
-from ..data import (
-    Arrays,
-    Data,
-    Ints,
-    Partition,
-)
+from ..data import Arrays, Data, Ints, Partition
 from ..errors import CommonError, FileError, RunError, UserError
 from ..local import RULES
-from ..masks import MaskKnobs
 from ..plugins.knobs import knobs
 from ..rounds import Report, State, begin, rounds
 from ..server import VARIED
@@ -49,8 +44,8 @@ from .config import Config, Step
 from .folder import CONFIG, FINISHED, MODEL, write
 from .log import Log, folded, record, report_of
 from .malloc import keep_freed_memory
-from .measures import Asked, ask, attack, check_folder, scored
-from .measures.agreement import Layers
+from .measures import Measures, Ranks
+from .measures import Run as Measured
 from .metrics import Record, finite, history, with_last
 from .schema import Finished, read
 from .stop import Stop, Stopped, in_words
@@ -60,13 +55,29 @@ warnings = logging.getLogger("fedmpi")
 
 
 def settle(cfg: Config, place: Place) -> torch.device:
-    """Set this process up for a run: its threads and, on a GPU, repeatable kernels; returns its device."""
+    """Set this process up for a run: its threads and, on a GPU, repeatable kernels; return its device."""
     torch.set_num_threads(threads_per_rank(place, cfg.threads, available_cores()))
     device = torch.device(choose_device(place, cfg.device, torch.cuda.device_count()))
     if cfg.deterministic and device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     return device
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Restore random numbers (torch, numpy and Python) and torch's threads and choice of kernels afterwards."""
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    plain, numpys = random.getstate(), np.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+            torch.use_deterministic_algorithms(deterministic)
+            random.setstate(plain)
+            np.random.set_state(numpys)
 
 
 def run(
@@ -78,14 +89,13 @@ def run(
     signals: Iterable[signal.Signals] = (),
     began: float | None = None,
 ) -> Outcome:
-    """Train, from the newest checkpoint where there is one, and leave a finished run folder; returns how it ended.
-    Collective. Where one of the signals or the time budget, which counts from `began`, stops it, every rank raises
+    """Train, from the newest checkpoint if there is one, and leave a finished run folder; return how it ended.
+    Collective. If one of the signals or the time budget, which counts from `began`, stops it, every rank raises
     `Stopped`."""
     cfg, out = prepared.cfg, prepared.out
     alike = replace(cfg, quiet=False, verbose=False)  # what a rank prints is its own affair
     same_everywhere("configuration", comm, json.dumps(dataclasses.asdict(alike), sort_keys=True).encode())
     check_threads(comm)
-    check_folder(prepared.measures, out)
     with agreed(comm):
         if comm.rank == 0 and out is not None:
             folder.check(out)
@@ -96,8 +106,9 @@ def run(
     with agreed(comm):
         prepared, task = make_task(prepared, data, partition, meta, comm.size, device)
         check_memory_folder(prepared)
-        asked = ask(prepared.measures, data, task)
     cfg = prepared.cfg
+    seen = Measured(cfg, task, data, plan_of(prepared), Ranks(comm), prepared.given, out)
+    measures = Measures(prepared.measures, seen)
     rule = "of your own" if isinstance(prepared.given.algorithm, Algorithm) else str(cfg.local.rule)
     if rule not in RULES:
         with agreed(comm):  # once every rank has its model: ranks that are threads share torch's generator
@@ -139,26 +150,29 @@ def run(
         note = f"\ndata: {data.note}" if data.note else ""
         note += f"\ngoing on after round {found.round} of the run in {out}" if found else ""
         with agreed(comm):
-            done, told = found.round if found else 0, plain_knobs(settled)
             log = Log(
                 out,
                 cfg.rounds,
                 prepared.sinks,
                 speaks=comm.rank == 0,
                 quiet=cfg.quiet,
-                done=done,
-                config=told,
+                done=found.round if found else 0,
+                config=plain_knobs(settled),
                 records=records,
                 verbose=cfg.verbose,
                 several=comm.size > 1,
                 hidden=("kept",) if cfg.mask == "mean" and prepared.given.row is not OWN else (),  # all of it, always
             )
         stop = Stop(signals, cfg.max_minutes, began, speaks=comm.rank == 0)
-        with log, stop, Saver(out, cfg.checkpoint, fingerprint, comm, found) as saver:
-            log.say(folded(header(prepared, task, comm) + note))
-            outcome = train(prepared, task, comm, saver, stop, log, environ, found, asked, records)
-        if out is not None and "membership" in prepared.measures:
-            log.say(attack(out, prepared.given, comm))
+        with log:
+            with stop, Saver(out, cfg.checkpoint, fingerprint, comm, found) as saver:
+                log.say(folded(header(prepared, task, comm) + note))
+                outcome = train(prepared, task, comm, saver, stop, log, environ, found, measures, records)
+            problem = measure_end(outcome, measures, log)
+        if problem:
+            raise CommonError(
+                f"{f'the run in {out}' if out else 'training'} is finished, but a measurement failed ({problem})"
+            )
     comm.barrier()
     return outcome
 
@@ -172,10 +186,10 @@ def train(
     log: Log,
     environ: Mapping[str, str],
     found: FoundCheckpoint | None,
-    asked: Asked,
+    measures: Measures,
     records: Sequence[Record],
 ) -> Outcome:
-    """The rounds that are left, each logged and, when it is time, saved; then the results. Collective."""
+    """Run the rounds that are left, log each, save when it is time, and write the results. Collective."""
     cfg, out, first = prepared.cfg, prepared.out, comm.rank == 0
     plan = plan_of(prepared)
     state = begin(task, prepared.algorithm, comm, make_memory(prepared, task), cfg.wire)
@@ -183,20 +197,20 @@ def train(
     progress = Progress()
     if found is not None:
         state, progress = restore(found, state, task.layout.length, comm), found.progress
-    layers = [Layers.of(task.layout, threshold(cfg), task.device)] if "agreement" in prepared.measures else []
-    training = rounds(state, plan, prepared.algorithm, task, comm, layers)
+    training = rounds(state, plan, prepared.algorithm, task, comm, measures.observers)
     for state, report in training:
-        report = replace(report, metric=task.goal.metric)
-        for observer in layers:
-            report = replace(report, measures=observer.after_round(comm, report.clients))
-        if report.round % cfg.eval.every == 0 or report.round == cfg.rounds:
-            report = scored(report, plan, task, state, comm, cfg.eval.batch, asked)
+        last = report.round == cfg.rounds
+        scored = last or report.round % cfg.eval.every == 0
+        report, problem = measures.after_round(state, replace(report, metric=task.goal.metric), scored)
         saver.trouble = folder.attempt(partial(log.round, report))
         reports.append(report)
         progress = moved_on(progress, report, task.goal.rises)
         stop.round_done()
-        flags = saver.round_done(state, progress, stop.flags, last=report.round == cfg.rounds)
-        if any(flags) and report.round < cfg.rounds:
+        flags = saver.round_done(state, progress, stop.flags, last=last or bool(problem))
+        if problem:
+            saved = "; the round is saved: the same command resumes after it" if saver.out else ""
+            raise CommonError(f"round {report.round}: {problem}; fix it or leave it out of --evaluate{saved}")
+        if any(flags) and not last:
             if first and out is not None:
                 saver.trouble = folder.attempt(partial(folder.add_stop, out, report.round, in_words(flags), environ))
             saver.agree()
@@ -207,13 +221,19 @@ def train(
     return Outcome(task, state, reports, cfg)
 
 
-def threshold(cfg: Config) -> float:
-    """Return the tau that agreement is measured by; 0 would count nothing, so it means that of the papers."""
-    return cfg.tau or MaskKnobs.tau
+def measure_end(outcome: Outcome, measures: Measures, log: Log) -> str:
+    """Add the measurements of the finished run to its last round; return what went wrong, on all ranks. Collective."""
+    last = outcome.last
+    measures.run.print = log.say
+    report, problem = measures.at_end(outcome.state, last)
+    outcome.history[-1] = report
+    more = {name: value for name, value in report.measures.items() if last.measures.get(name) != value}
+    trouble = folder.attempt(partial(log.end, report, more)) if more else ""
+    return problem or common_trouble(measures.run.comm.comm, trouble)
 
 
 def check_finished(out: Path, cfg: Config, environ: Mapping[str, str]) -> None:
-    """Refuse a finished run, but for one that is to have more rounds, or whose launcher has started it once more."""
+    """Refuse a finished run, unless it is to have more rounds, or its launcher has restarted it."""
     finished = read(out / FINISHED, Finished)
     if finished is None:
         return
@@ -231,7 +251,8 @@ def check_finished(out: Path, cfg: Config, environ: Mapping[str, str]) -> None:
 def find_start(
     out: Path | None, cfg: Config, fingerprint: Fingerprint, environ: Mapping[str, str], comm: Comm
 ) -> FoundCheckpoint | None:
-    """The checkpoint to go on from, with its number of threads, unless one was given; None: begin. Collective."""
+    """Return the checkpoint to resume from, and set its number of threads unless one was given; None: begin.
+    Collective."""
     if out is None:
         return None
     words = torch.zeros(3, dtype=torch.int64)  # the round it has stopped after, whether to start over, whether finished
@@ -264,14 +285,14 @@ def find_start(
 
 
 def read_history(out: Path | None, found: FoundCheckpoint | None) -> list[Record]:
-    """The rounds before this life, as far as metrics.jsonl has them; the last one is in the checkpoint, too."""
+    """Return the rounds before this start, as far as metrics.jsonl has them; the last one is in the checkpoint, too."""
     if out is None or found is None:
         return []
     return with_last(history(out, found.round), dict(found.about["last"]))
 
 
 def moved_on(progress: Progress, report: Report, rises: bool) -> Progress:
-    """The progress after one more round."""
+    """Return the progress after one more round."""
     values = [value for value in (progress.best, finite(report.test_metric)) if value is not None]
     return Progress((max if rises else min)(values) if values else None, record(report))
 
@@ -288,17 +309,17 @@ class Outcome:
 
     @property
     def last(self) -> Report:
-        """The last round's report."""
+        """Return the last round's report."""
         return self.history[-1]
 
 
 def plain_knobs(cfg: Config) -> dict[str, Any]:
-    """Every knob by its dotted name, without the groups."""
+    """Return every knob by its dotted name, without the groups."""
     return {name: value for name, value in knobs(cfg).items() if not dataclasses.is_dataclass(value)}
 
 
 def fingerprint_of(prepared: Prepared, task: Task, data: Data, meta: Ints, device: torch.device) -> Fingerprint:
-    """What must be the same on every rank, and in every life of a run."""
+    """Return what must be the same on every rank, and in every start of a run."""
     cfg, rule, moments = prepared.cfg, prepared.algorithm.local, sorted(prepared.algorithm.server.moments)
     config = plain_knobs(cfg) | {"device": device.type}
     partition, labels = task.partition, data.class_labels(needed=False)
@@ -323,7 +344,7 @@ def compare_ranks(fingerprint: Fingerprint, comm: Comm) -> None:
 
 
 def sha256(*pieces: bytes | np.ndarray) -> str:
-    """The SHA-256 of bytes and arrays, one behind the other."""
+    """Return the SHA-256 of bytes and arrays, one after the other."""
     sha = hashlib.sha256()
     for piece in pieces:
         sha.update(piece if isinstance(piece, bytes) else np.ascontiguousarray(piece).data)
@@ -370,7 +391,7 @@ def describe_run(
 
 
 def finish(out: Path, task: Task, state: State, progress: Progress) -> None:
-    """Write the model under its own names, then the file that says the run is done."""
+    """Write the model under its own names, then the file that marks the run as done."""
     model = safetensors.torch.save(trained_tensors(task, state), metadata={"format": "pt"})
     write(out / MODEL, model)
     last, metric = progress.last or {}, task.goal.metric
@@ -386,7 +407,7 @@ def finish(out: Path, task: Task, state: State, progress: Progress) -> None:
 
 
 def trained_tensors(task: Task, state: State) -> dict[str, Tensor]:
-    """The model's state dict, each tensor in memory of its own."""
+    """Return the model's state dict, each tensor in memory of its own."""
     task.load(state.model_N, state.ints)
     return {
         name: t.detach().cpu().clone(memory_format=torch.contiguous_format)
@@ -399,7 +420,7 @@ def scheduled(schedule: str) -> str:
 
 
 def header(prepared: Prepared, task: Task, comm: Comm) -> str:
-    """What is about to run, in three lines."""
+    """Return what is about to run, in three lines."""
     cfg = prepared.cfg
     held = f"; {cfg.meta.size} samples held out" if cfg.meta.size else ""
     uses = [f"meta step lr {cfg.meta.lr:g}"] * bool(cfg.meta.lr) + ["a copy for every client"] * bool(cfg.meta.share)
@@ -417,7 +438,7 @@ def header(prepared: Prepared, task: Task, comm: Comm) -> str:
 
 
 def rules(cfg: Config) -> str:
-    """The algorithm in words: what a client does, the mask, what the server does."""
+    """Return the algorithm in words: what a client does, the mask, what the server does."""
     variant = f", variant {cfg.server.variant}" if cfg.server.rule in VARIED else ""
     tau = "" if cfg.mask == "mean" else f" (tau {cfg.tau:g})"
     client = f"client {cfg.local.rule} lr {cfg.local.lr:g}{scheduled(cfg.local.schedule)}"
@@ -428,7 +449,7 @@ def rules(cfg: Config) -> str:
 
 
 def describe_step(step: Step, by_hand: bool = False) -> str:
-    """The path in words, for the head of a run."""
+    """Return the execution mode in words, for the head of a run."""
     words = [step.layout, step.precision] + ["gradient by hand"] * by_hand
     words += [f"compiled ({step.compile})"] if step.compile != "none" else []
     words += [f"{step.together} clients at once"] if step.together > 1 else []

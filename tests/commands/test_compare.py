@@ -64,6 +64,14 @@ def test_columns_are_aligned(runs: list[Path]) -> None:
         assert [lines[i][start:].startswith(cell) for start, cell in zip(starts, cells[:2], strict=True)] == [True] * 2
 
 
+def test_whatever_was_measured_is_a_column(runs: list[Path], tmp_path: Path) -> None:
+    train(settings_of(tmp_path / "run", evaluate="agreement,gap", rounds=1))
+    head, _, plain, measured = table([runs[0], tmp_path / "run"]).splitlines()
+    assert head.split()[-3:] == ["below_tau", "train_accuracy", "train_sample_loss"], "not the layers"
+    assert plain.split()[-3:] == ["-", "-", "-"]
+    assert measured.split()[-2] == f"{metrics(tmp_path / 'run')[0]['train_accuracy']:.4f}"
+
+
 def test_runs_stand_in_the_order_given(runs: list[Path]) -> None:
     assert [text.split()[0] for text in table(runs[::-1]).splitlines()[2:]] == [str(runs[1]), str(runs[0])]
 

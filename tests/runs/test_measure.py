@@ -47,8 +47,11 @@ from fedmpi.runs.build import load_data, plan_of, prepare
 from fedmpi.runs.checkpoint import Progress, Saver
 from fedmpi.runs.config import Checkpoint, Config, Eval, Meta, Skew
 from fedmpi.runs.log import Log, line, record, report_of
-from fedmpi.runs.measures import Holdings, choose_train, measure_names, took_part
-from fedmpi.runs.measures.agreement import Layers
+from fedmpi.runs.measures import measure_names
+from fedmpi.runs.measures.agreement import Agreement, threshold
+from fedmpi.runs.measures.clients import Holdings, took_part
+from fedmpi.runs.measures.gap import choose_train
+from fedmpi.runs.measures.metric import top5
 from fedmpi.runs.measures.score import evaluate
 from fedmpi.runs.run import Outcome
 from fedmpi.runs.stop import Stopped
@@ -92,7 +95,7 @@ def live(cfg: Config, ranks: int = 1, stop: int = 0) -> list[Outcome]:
         return run_threads(ranks, work, timeout=60)
 
 
-def told(out: Path) -> list[dict[str, Any]]:
+def logged(out: Path) -> list[dict[str, Any]]:
     """The rounds of a run, without what depends on the ranks or on the clock."""
     return [{name: value for name, value in r.items() if name != "bytes_sent"} for r in without_seconds(metrics(out))]
 
@@ -133,7 +136,7 @@ def test_an_unknown_measurement_is_exit_code_2_and_leaves_nothing(capsys: pytest
     said = capsys.readouterr()
     assert said.out == "" and said.err == (
         "fedmpi: unknown measurement (--evaluate) 'clinets'; did you mean 'clients'? known: agreement, clients, gap, "
-        "membership, none\n"
+        "membership, none, top5, or your own as package.module:name\n"
     )
     assert not Path("run").exists()
 
@@ -168,11 +171,13 @@ def test_layers_are_counted_in_any_pieces_on_any_ranks_as_in_the_whole(case: dic
     clients, tau, layout = case["clients"], case["tau"], layout_of(case["sizes"])
     kind = torch.int8 if clients <= 127 else torch.int32
     sizes = torch.tensor(case["votes"]).abs().to(kind)
-    ranks = [Layers.of(layout, tau, CPU) for _ in range(2)]
+    ranks = [Agreement(), Agreement()]
+    for rank in ranks:
+        rank.start(layout, tau, CPU)
     for i, (start, stop) in enumerate(zip(case["cuts"], case["cuts"][1:], strict=False)):
         ranks[i % 2].add(start, sizes[start:stop], clients)
-    summed = [a + b for a, b in zip(*(rank.numbers() for rank in ranks), strict=True)]
-    found = ranks[0].read(summed, clients)
+    ranks[0].counts += ranks[1].counts
+    found = ranks[0].read(SoloComm(), clients)
 
     least = math.ceil(round(tau * clients, 6))  # A < tau, in whole votes; the taus have few digits
     assert found["below_tau"] == sum(abs(v) < least for v in case["votes"]) / len(case["votes"])
@@ -285,7 +290,7 @@ def test_agreement_is_the_same_on_any_ranks_and_leaves_the_model_alone(how: str)
     ],
 )
 def test_tau_is_that_of_the_run_and_0_means_that_of_the_papers(changes: dict[str, Any], tau: float) -> None:
-    assert run.threshold(prepare(Config(evaluate="agreement", **changes)).cfg) == tau
+    assert threshold(prepare(Config(evaluate="agreement", **changes)).cfg) == tau
 
 
 # Clients
@@ -492,17 +497,17 @@ def test_everything_is_the_same_on_any_number_of_ranks_and_leaves_no_trace(tmp_p
     names = "clients,agreement,gap"
     cfg = settings_with(tmp_path / "1", names, eval=Eval(batch=7, every=2), rounds=5)
     live(cfg)
-    alone = told(tmp_path / "1")
+    alone = logged(tmp_path / "1")
     for size in (2, 3):
         live(replace(cfg, out=str(tmp_path / str(size))), size)
-        assert told(tmp_path / str(size)) == alone
+        assert logged(tmp_path / str(size)) == alone
         assert sha256(tmp_path / str(size)) == sha256(tmp_path / "1")
     for r in alone:
         found = EVERY_ROUND | (SCORED if r["round"] in (2, 4, 5) else set())
         assert (EVERY_ROUND | SCORED) & r.keys() == found
     live(replace(cfg, evaluate="none", out=str(tmp_path / "plain")))
     assert sha256(tmp_path / "plain") == sha256(tmp_path / "1")
-    plain = told(tmp_path / "plain")
+    plain = logged(tmp_path / "plain")
     assert plain == [{k: v for k, v in r.items() if k not in EVERY_ROUND | SCORED} for r in alone]
     assert [list(r) for r in metrics(tmp_path / "plain")] == [KEYS] * 5
 
@@ -552,11 +557,8 @@ def trained(some: Any, test: Any = None, model: Any = "logistic", **knobs: Any) 
 
 
 def test_labels_that_are_no_classes_are_refused_before_training(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match="^--evaluate clients goes by class, and 'your data' has numbers for labels"):
         trained([numbers(10), numbers(12)], numbers(8), nn.Linear(4, 1), evaluate="clients", quiet=False)
-    assert str(caught.value) == (
-        "--evaluate clients goes by class, and 'your data' has numbers for labels; leave clients out of it"
-    )
     assert "round" not in capsys.readouterr().out
     result = trained([numbers(10), numbers(12)], numbers(8), nn.Linear(4, 1), evaluate="agreement,gap")
     assert {"train_error", "train_sample_loss", "below_tau"} <= result.reports[-1].keys()
@@ -611,15 +613,15 @@ def test_a_finished_run_is_attacked(tmp_path: Path, capsys: pytest.CaptureFixtur
         f"{found['loss']['accuracy']:.4f} by the loss; guessing has 0.5"
     )
     assert not {name for name in metrics(Path("run"))[-1]} & (EVERY_ROUND | SCORED)
+    for name in ("logistic", "loss"):
+        recorded = metrics(Path("run"))[-1][f"membership_{name}"]
+        assert recorded == {key: found[name][key] for key in ("accuracy", "auc", "advantage", "tpr_at_1_fpr")}
+    assert "membership_loss" not in metrics(Path("run"))[0]
 
 
 def test_a_run_without_a_folder_cannot_be_attacked() -> None:
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match="^--evaluate membership attacks a finished run in its folder"):
         trained(tiny(), evaluate="membership")
-    assert str(caught.value) == (
-        "--evaluate membership attacks a finished run in its folder, and this run has none; give out, or leave "
-        "membership out of it"
-    )
 
 
 def test_data_and_a_model_that_were_handed_over_are_attacked_too(tmp_path: Path) -> None:
@@ -636,7 +638,7 @@ def test_data_and_a_model_that_were_handed_over_are_attacked_too(tmp_path: Path)
     )
 
 
-def test_an_attack_that_fails_is_one_sentence_on_every_rank_and_the_run_stays_finished(
+def test_an_attack_that_fails_is_one_message_on_every_rank_and_the_run_stays_finished(
     tmp_path: Path, patch: pytest.MonkeyPatch
 ) -> None:
     """One test sample is too few to attack with. Started again by its launcher, the run does nothing but the attack."""
@@ -645,33 +647,33 @@ def test_an_attack_that_fails_is_one_sentence_on_every_rank_and_the_run_stays_fi
     patch.setitem(data.DATASETS, "tiny", data_row(lambda root: few))
     cfg = settings_of(tmp_path / "run", evaluate="membership", threads=1)
     environ = {"SLURM_JOB_ID": "7"}
-    sentences: list[str] = []
+    messages: list[str] = []
 
     def work(comm: Comm, again: dict[str, str]) -> None:
         place = Place("test", comm.rank, comm.size, comm.rank, comm.size)
         with pytest.raises(CommonError) as caught:
             run.run(prepare(cfg), comm, place, CPU, environ | again)
-        sentences.append(str(caught.value))
+        messages.append(str(caught.value))
 
     run_threads(2, lambda comm: work(comm, {}), timeout=60)
     out = tmp_path / "run"
-    assert len(sentences) == 2 and len(set(sentences)) == 1
-    assert sentences[0].startswith(f"the run in {out} is finished, but the membership attack on it failed (rank 0: ")
-    assert sentences[0].endswith(f"; put that right and try 'fedmpi attack {out}'") and "at least 2" in sentences[0]
+    assert len(messages) == 2 and len(set(messages)) == 1
+    assert messages[0].startswith(f"the run in {out} is finished, but a measurement failed (rank 0: membership attack")
+    assert messages[0].endswith(f"; then try 'fedmpi attack {out}')") and "at least 2" in messages[0]
     done = (out / "finished.json").read_text()
     assert json.loads(done)["model_sha256"] == sha256(out) and not (out / "attack.json").exists()
     run_threads(2, lambda comm: work(comm, {"SLURM_RESTART_COUNT": "1"}), timeout=60)
-    assert len(set(sentences)) == 1 and (out / "finished.json").read_text() == done and len(metrics(out)) == 3
+    assert len(set(messages)) == 1 and (out / "finished.json").read_text() == done and len(metrics(out)) == 3
 
 
-def test_a_fault_in_an_attack_is_told_with_its_traceback_and_ends_as_a_sentence(
+def test_a_fault_in_an_attack_is_logged_with_its_traceback(
     tmp_path: Path, patch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     patch.setitem(sys.modules, "fedmpi.experiments.attack.command", None)  # it cannot be imported
-    with pytest.raises(CommonError, match=r"the membership attack on it failed \(ModuleNotFoundError: "):
+    with pytest.raises(CommonError, match=r"\(measurement 'membership' raised ModuleNotFoundError: "):
         live(settings_of(tmp_path / "run", evaluate="membership", threads=1))
     assert (tmp_path / "run" / "finished.json").exists()
-    assert "the membership attack raised ModuleNotFoundError" in caplog.text and caplog.records[-1].exc_info
+    assert "measurement 'membership' raised ModuleNotFoundError" in caplog.text and caplog.records[-1].exc_info
 
 
 def test_what_an_attack_has_found_goes_with_the_model_that_it_was_made_on(tmp_path: Path) -> None:
@@ -685,6 +687,237 @@ def test_what_an_attack_has_found_goes_with_the_model_that_it_was_made_on(tmp_pa
     (tmp_path / "run" / "finished.json").unlink()
     live(replace(cfg, evaluate="none", resume="never"))
     assert not (tmp_path / "run" / "attack.json").exists()
+
+
+# From outside
+
+
+def write_module(name: str, text: str) -> None:
+    head = "import torch\nfrom fedmpi.runs.measures import Measure\n\n"
+    Path(f"{name}.py").write_text(head + text)
+
+
+OWN = """
+class Own(Measure):
+    def prepare(self, run):
+        self.big = self.tiles = 0
+
+    def on_tile(self, tile, mask, clients):
+        self.big += int((tile.mean.abs() > 1e-5).sum())
+        self.tiles += mask.numel()
+
+    def after_round(self, run, report):
+        counts = torch.tensor([self.big, self.tiles])
+        run.comm.sum(counts)
+        self.big = self.tiles = 0
+        big, params = counts.tolist()
+        nested = {"params": params, "round": torch.tensor(report.round)}
+        return {"big": big / params, "own": nested} if report.round > 1 else None
+
+    def at_end(self, run):
+        with torch.no_grad():
+            size = sum(float(p.double().norm()) for p in run.model.parameters())
+        return {"size": size, "clients_seen": run.task.partition.clients, "nothing": None}
+
+
+def halves(outputs, labels):
+    return (outputs.argmax(-1) == labels) / 2
+
+
+def wrong(outputs, labels):
+    return (outputs.argmax(-1) != labels).sum()
+"""
+
+
+def test_measurements_from_outside_are_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
+    write_module("outside", OWN)
+    names = "outside:Own,outside:halves,agreement,outside:wrong"
+    cfg = settings_with(tmp_path / "1", names, eval=Eval(batch=7, every=2), mask="gma")
+    (alone,) = live(cfg)
+    first, second = live(replace(cfg, out=str(tmp_path / "2")), 2)
+    assert logged(tmp_path / "1") == logged(tmp_path / "2") and sha256(tmp_path / "1") == sha256(tmp_path / "2")
+    assert [r.measures for r in alone.history] == [r.measures for r in first.history]
+    assert [r.measures for r in first.history] == [r.measures for r in second.history]
+    rounds = logged(tmp_path / "1")
+    assert "big" not in rounds[0] and 0 < rounds[1]["big"] < 1
+    assert rounds[1]["own"] == {"params": alone.task.layout.params, "round": 2}
+    assert [("test_halves" in r, "below_tau" in r, "size" in r) for r in rounds] == [
+        (False, True, False),
+        (True, True, False),
+        (True, True, True),
+    ]
+    for r in rounds[1:]:
+        assert r["test_halves"] == pytest.approx(r["test_accuracy"] / 2, abs=1e-6)
+        assert r["test_wrong"] == pytest.approx(1 - r["test_accuracy"], abs=1e-6)
+    assert rounds[2]["nothing"] is None and rounds[2]["clients_seen"] == 8
+    live(replace(cfg, evaluate="none", out=str(tmp_path / "plain")))
+    assert sha256(tmp_path / "plain") == sha256(tmp_path / "1")
+
+
+def test_the_headline_stays_and_every_reader_has_the_numbers(tmp_path: Path) -> None:
+    write_module("readers", OWN)
+    result = trained(tiny(), evaluate="readers:halves,readers:Own", out=str(tmp_path / "run"), log_to="tensorboard")
+    assert result.metric == "test_accuracy" and report_of(result.reports[-1]).metric == "accuracy"
+    assert result.history["own/params"][2] == 435 and result.reports[-1] == metrics(tmp_path / "run")[-1]
+    finished = json.loads((tmp_path / "run" / "finished.json").read_text())
+    assert {"test_accuracy", "best_test_accuracy"} <= finished.keys()
+    found = tensorboard(tmp_path / "run")
+    assert {"test_halves", "big", "own/params", "size"} <= found.keys()
+    assert "  halves 0." in line(report_of(result.reports[-1]), 3)
+
+
+def test_a_finished_run_that_has_more_rounds_keeps_what_was_measured_at_its_end(tmp_path: Path) -> None:
+    write_module("ends", OWN)
+    cfg = settings_with(tmp_path / "run", "ends:Own", rounds=2)
+    live(cfg)
+    live(replace(cfg, rounds=3, resume="force"))
+    assert ["size" in r for r in metrics(tmp_path / "run")] == [False, True, True]
+
+
+class Wide(nn.Module):
+    """Seven logits, of which the last ones are never right."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(144, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x.flatten(1))
+
+
+def test_top5_is_a_row() -> None:
+    result = trained(tiny(), model=Wide(), evaluate="top5", rounds=1)
+    assert result.reports[-1]["test_accuracy"] <= result.reports[-1]["test_top5"] <= 1
+    outputs = torch.tensor([[6.0, 5, 4, 3, 2, 1], [6.0, 5, 4, 3, 2, 1]])
+    assert top5(outputs, torch.tensor([4, 5])).tolist() == [True, False]
+    with pytest.raises(UserError, match="^measurement 'top5' raised ValueError.*more than five"):
+        trained(tiny(), evaluate="top5")
+
+
+BROKEN = """
+def raises(outputs, labels):
+    return outputs.no_such_thing
+
+def shape(outputs, labels):
+    return outputs
+
+def accuracy(outputs, labels):
+    return labels
+
+class Needs(Measure):
+    def __init__(self, something):
+        pass
+
+class Refuses(Measure):
+    def prepare(self, run):
+        raise KeyError("no such layer")
+
+class Plain:
+    pass
+
+number = 5
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("nowhere:Own", "there is no module 'nowhere'"),
+        ("broken:Raises", "module 'broken' has no 'Raises'; did you mean 'raises'"),
+        ("broken.py:raises", "is no import path"),
+        ("broken:raises", "raised AttributeError (broken.py, line 6)"),
+        ("broken:shape", "returned a tensor [2, 3] for labels [2]"),
+        ("broken:accuracy", "is recorded as test_accuracy, which is there already"),
+        ("broken:Needs", "when it was made; its class must take no argument"),
+        ("broken:Refuses", "measurement 'broken:Refuses' raised KeyError"),
+        ("broken:Plain", "is the class Plain; it must be a subclass of fedmpi.runs.measures.Measure"),
+        ("broken:number", "is int; it must be a subclass"),
+    ],
+)
+def test_a_mistake_in_a_measurement_is_exit_code_2_before_training(
+    name: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_module("broken", BROKEN)
+    sys.modules.pop("broken", None)
+    options = "--data tiny --split iid --model logistic --clients 8 --cohort 4 --threads 1 --log_to none --out run"
+    assert cli.main(["train", *options.split(), "--evaluate", name]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and why in said.err.splitlines()[-1], said.err
+    assert not Path("run").exists()
+
+
+FAILING = """
+class Fails(Measure):
+    where = rank = None
+
+    def prepare(self, run):
+        self.run, self.round = run, 0
+
+    def fail(self, where):
+        if (self.where, self.rank, self.round) == (where, self.run.comm.rank, 2):
+            raise ArithmeticError("out of luck")
+
+    def on_tile(self, tile, mask, clients):
+        self.round = self.run.state.round + 1 if self.run.current else 1
+        self.fail("on_tile")
+
+    def after_round(self, run, report):
+        self.fail("after_round")
+        run.comm.sum(torch.zeros(3, dtype=torch.int64))
+        self.fail("after the sum")
+        if self.where == "another sum" and run.comm.rank == self.rank and report.round == 2:
+            run.comm.sum(torch.zeros(5, dtype=torch.int64))
+        if self.where == "a text" and report.round == 2:
+            return {"note": "fine"}
+        if self.where == "taken" and report.round == 2:
+            return {"test_loss": 1.0}
+        return {"own": report.round}
+
+
+def metric(outputs, labels):
+    if Fails.where == "metric" and Fails.calls > 4:
+        raise ArithmeticError("out of luck")
+    Fails.calls += 1
+    return labels
+"""
+
+PROBLEMS = {
+    "on_tile": "rank 1: measurement 'failing:Fails' raised ArithmeticError (failing.py, line 13): out of luck",
+    "after_round": "rank 1: measurement 'failing:Fails' raised ArithmeticError",
+    "after the sum": "rank 1: measurement 'failing:Fails' raised ArithmeticError",
+    "another sum": "ranks disagree on what a measurement sums next ([0, 5] numbers)",
+    "a text": "rank 0: measurement 'failing:Fails' returned str for 'note'; it must be a number or None",
+    "taken": "rank 0: measurement 'failing:Fails' returned 'test_loss', which is recorded already",
+    "metric": "measurement 'failing:metric' raised ArithmeticError",
+}
+
+
+@pytest.mark.parametrize("where", PROBLEMS)
+def test_a_measurement_that_fails_ends_the_run_with_one_message_on_all_ranks_and_loses_nothing(
+    where: str, tmp_path: Path
+) -> None:
+    write_module("failing", FAILING)
+    sys.modules.pop("failing", None)
+    cfg = settings_with(tmp_path / "run", "failing:Fails,failing:metric", rounds=3, checkpoint=Checkpoint(every=None))
+    prepare(cfg)
+    fails: Any = sys.modules["failing"].Fails
+    fails.where, fails.rank, fails.calls = where, 1, 0
+    messages = []
+
+    def work(comm: Comm) -> None:
+        with pytest.raises(CommonError) as caught:
+            run.run(prepare(cfg), comm, Place("test", comm.rank, comm.size, comm.rank, comm.size), CPU, {})
+        messages.append(str(caught.value))
+
+    run_threads(2, work, timeout=60)
+    assert len(messages) == 2 and len(set(messages)) == 1
+    assert PROBLEMS[where] in messages[0] and messages[0].endswith("the same command resumes after it")
+    done = len(metrics(tmp_path / "run"))
+    assert messages[0].startswith(f"round {done}: ") and done in (1, 2)
+    live(replace(cfg, evaluate="none"), 2)
+    live(replace(cfg, evaluate="none", out=str(tmp_path / "plain")))
+    assert sha256(tmp_path / "run") == sha256(tmp_path / "plain")
+    assert [r["round"] for r in metrics(tmp_path / "run")] == [1, 2, 3]
 
 
 # The record and the line
@@ -726,14 +959,19 @@ def test_the_line_is_brief() -> None:
     assert "  agree 0.50  dropped 1  " in line(report(), 5)
 
 
-def test_tensorboard_has_a_tag_for_each_number(tmp_path: Path) -> None:
+def tensorboard(out: Path) -> dict[str, float]:
+    """The last value of each tag."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    events = EventAccumulator(str(out / "tensorboard"))
+    events.Reload()
+    return {tag: events.Scalars(tag)[-1].value for tag in events.Tags()["scalars"]}
+
+
+def test_tensorboard_has_a_tag_for_each_number(tmp_path: Path) -> None:
     with Log(tmp_path, 3, ["tensorboard"], speaks=True, quiet=True) as log:
         log.round(report(**MEASURED))
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    found = {tag: events.Scalars(tag)[0].value for tag in events.Tags()["scalars"]}
+    found = tensorboard(tmp_path)
     assert found["layers/conv1.weight/below_tau"] == pytest.approx(0.52)
     assert found["clients_accuracy/participating"] == pytest.approx(0.91)
     assert found["seconds/eval"] == 0.5 and "clients_accuracy/others" not in found

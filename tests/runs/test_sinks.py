@@ -17,8 +17,6 @@ from typing import Any
 import pytest
 import yaml
 from conftest import BIN, need, rank_environment
-from hypothesis import given
-from hypothesis import strategies as st
 from shell import sandbox
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -29,9 +27,8 @@ from fedmpi.runs import metrics as fedmpi_metrics
 from fedmpi.runs import sinks
 from fedmpi.runs.log import Log, sink_names
 from fedmpi.runs.sinks import About
-from fedmpi.runs.sinks.base import known_id, scalars, settle_id
+from fedmpi.runs.sinks.base import Logged, LoggedRun, scalars
 from fedmpi.runs.sinks.mlflow import address
-from fedmpi.runs.sinks.wandb import BLOCK, FIRST, FULL, HEADER, LAST, MIDDLE, START, messages
 
 TINY = "--data glyphs --split iid --model logistic --clients 5 --cohort 5 --local.steps 1 --eval.samples 50 --threads 1"
 ALL = "tensorboard,wandb,mlflow"
@@ -121,6 +118,10 @@ def history(files: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in one.items() if name[0] != "_"} for one in rounds]
 
 
+def id_in(home: Path) -> str:
+    return str(json.loads((home / "fedmpi.json").read_text())["id"])
+
+
 def last_of(records: list[dict[str, Any]], kind: str) -> dict[str, Any]:
     found: dict[str, Any] = [record[kind] for record in records if record["type"] == kind][-1]
     return found
@@ -207,13 +208,12 @@ def test_they_know_the_configuration_the_name_and_the_tags(lived: Lived) -> None
 
 def test_a_run_that_goes_on_is_the_same_run(lived: Lived) -> None:
     first, second = lived.wandb
-    assert last_of(first, "run")["run_id"] == last_of(second, "run")["run_id"] == known_id(lived.out / "wandb")
+    assert last_of(first, "run")["run_id"] == last_of(second, "run")["run_id"] == id_in(lived.out / "wandb")
     assert [len(history([one])) for one in (first, second)] == [1, 3]
     assert last_of(second, "run")["config"]["update"]["rounds"] == 4
     before, after = (run for run, _ in lived.mlflow)
     assert before.info.run_id == after.info.run_id
-    assert (after.data.params["rounds"], after.data.tags["changed.rounds"]) == ("3", "4")
-    assert "changed.local.lr" not in after.data.tags
+    assert after.data.params["rounds"] == "3", "MLflow keeps the first value"
 
 
 def test_they_know_how_it_ended(lived: Lived) -> None:
@@ -226,7 +226,7 @@ def test_they_know_how_it_ended(lived: Lived) -> None:
 def test_nobody_is_called_and_nothing_lies_elsewhere(lived: Lived) -> None:
     assert lived.calls == []
     assert [path.name for path in lived.out.parent.iterdir()] == ["my run"]
-    assert {path.name for path in (lived.out / "mlflow").iterdir()} == {"fedmpi.json", "mlflow.db"}
+    assert {path.name for path in (lived.out / "mlflow").iterdir()} == {"fedmpi.json", "rounds.txt", "mlflow.db"}
 
 
 def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -266,18 +266,15 @@ def live(done, last, loss, tools=("wandb", "mlflow"), **config):
 """
 
 
-def test_a_killed_life_leaves_what_the_next_one_goes_on_with(tmp_path: Path) -> None:
-    """1000 metrics is what MLflow takes at once, 100 params, 6000 characters of one; these have more of everything."""
+def test_a_killed_run_resumes_without_logging_a_round_twice(tmp_path: Path) -> None:
+    """1000 metrics is what MLflow takes at once, 100 params, 6000 characters of one; these have more of everything.
+    W&B may lack what it had in memory when it was killed."""
     out = tmp_path / "run"
     die = "for round in live(0, 9, 1.0):\n    if round == 5:\n        os.kill(os.getpid(), signal.SIGKILL)\n"
     python("-c", LIVE + die, str(out), code=-9)
     assert [one["round"] for one in metrics(out)] == [1, 2, 3, 4, 5]
-    [torn] = (out / "wandb").glob("offline-run-*/*.wandb")
-    with open(torn, "ab") as file:
-        file.write(HEADER.pack(500, FULL) + b"half of it")
-    empty = torn.parent.with_name(torn.parent.name.replace("offline-run-2", "offline-run-1"))
-    empty.mkdir()
-    (empty / torn.name).touch()  # of a life that was killed when it had just begun
+    [killed] = (out / "wandb").glob("offline-run-*")
+    shutil.rmtree(killed)  # nobody can say what is in it
     go_on = "print(list(live(3, 7, 1.0)))\nassert list(live(6, 7, 2.0, lr=0.5)) == [7]\n"
     python("-c", LIVE + go_on, str(out))
     layer = "layers/a_504/agreement"
@@ -291,10 +288,10 @@ def test_a_killed_life_leaves_what_the_next_one_goes_on_with(tmp_path: Path) -> 
     assert "lr" not in first.data.params and second.data.params["lr"] == "0.5"
     files = by_wandb(out)
     ids = [last_of(records, "run")["run_id"] for records in files]
-    assert len(set(ids)) == 2 and known_id(out / "wandb") == ids[-1]
-    for id, loss in ((ids[0], 1 / 7), (ids[-1], 2 / 7)):
-        told = history([records for records in files if last_of(records, "run")["run_id"] == id])
-        assert [one["round"] for one in told] == [1, 2, 3, 4, 5, 6, 7] and told[6]["train_loss"] == loss
+    assert len(set(ids)) == 2 and id_in(out / "wandb") == ids[-1]
+    assert [one["round"] for one in history(files[:1])] == [6, 7], "the killed one has had 1 to 5"
+    branched = history(files[1:])
+    assert [one["round"] for one in branched] == [1, 2, 3, 4, 5, 6, 7] and branched[6]["train_loss"] == 2 / 7
     assert [one["round"] for one in metrics(out)] == [1, 2, 3, 4, 5, 6, 7]
 
 
@@ -362,12 +359,15 @@ class Broken:
     takes = 0
 
     def __init__(self, about: About) -> None:
-        self.last, self.seen = 0, 0
+        self.logged, self.taken = Logged(), 0
 
     def write(self, record: dict[str, Any]) -> None:
-        self.seen += 1
-        if self.seen > self.takes:
+        self.taken += 1
+        if self.taken > self.takes:
             raise OSError(28, "No space left on device")
+
+    def end(self, record: dict[str, Any], more: dict[str, Any]) -> None:
+        raise AssertionError("nothing was measured at the end")
 
     def close(self, how: str) -> None:
         raise RuntimeError("closed already,\n  twice") from None
@@ -478,50 +478,46 @@ def test_tensorboard_shows_layers(tmp_path: Path) -> None:
 
 def test_a_run_has_one_id_until_its_rounds_come_again_with_other_knobs(tmp_path: Path) -> None:
     def id(done: int, last: int, **config: Any) -> str:
-        return settle_id(tmp_path, About(tmp_path, done, config), last)
+        if (tmp_path / "rounds.txt").exists():
+            with open(tmp_path / "rounds.txt", "a") as file:
+                file.write(f"{id_in(tmp_path)} {last}\n")
+        logged = LoggedRun(tmp_path, About(tmp_path, done, config))
+        assert logged.last == (0 if logged.new else last)
+        return logged.id
 
-    assert known_id(tmp_path) is None
     first = id(0, 0, lr=0.1, rounds=5)
-    assert first == known_id(tmp_path) == id(3, 5, lr=0.1, rounds=5)
+    assert first == id_in(tmp_path) == id(3, 5, lr=0.1, rounds=5)
     assert id(3, 5, lr=0.1, rounds=9, out="b", **{"checkpoint.every": 2}) == first, "not what is trained"
     assert id(5, 5, lr=0.2) == first, "goes on with other knobs: nothing comes again"
     assert id(5, 7, lr=0.2) == first
     assert id(5, 7, lr=0.3) != first
+    (tmp_path / "rounds.txt").unlink()
+    assert LoggedRun(tmp_path, About(tmp_path, 6, {"lr": 0.3})).last == 6, "of a version that did not mark rounds"
     (tmp_path / "fedmpi.json").write_text('{"id": "../../x"}')
-    assert known_id(tmp_path) is None
+    assert LoggedRun(tmp_path, About(tmp_path, 0)).new
+
+
+def test_what_was_measured_at_the_end_is_there_too(tmp_path: Path) -> None:
+    code = """
+with Log(out, 2, ["tensorboard", "wandb", "mlflow"], True, quiet=True) as log:
+    for round in (1, 2):
+        log.round(report(round, 1.0))
+    more = {"attack": {"auc": 0.5}}
+    last = report(2, 1.0)
+    log.end(Report(**{**vars(last), "measures": last.measures | more}), more)
+"""
+    python("-c", LIVE + code, str(tmp_path / "run"))
+    out = tmp_path / "run"
+    assert [one.get("attack") for one in metrics(out)] == [None, {"auc": 0.5}]
+    assert by_tensorboard(out)["attack/auc"] == {2: 0.5}
+    [(_, rounds)] = by_mlflow(out, "attack/auc")
+    assert rounds == [{"attack/auc": 0.5}]
+    [records] = by_wandb(out)
+    updates = [update for record in records if record["type"] == "summary" for update in record["summary"]["update"]]
+    assert "attack" in json.dumps(updates) and len(history([records])) == 2
 
 
 def test_a_store_is_not_put_where_a_path_ends_early(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="store cannot lie in .*'?' ends a path"):
         address(tmp_path / "why?" / "mlflow.db")
     assert address(tmp_path / "a b" / "mlflow.db") == f"sqlite:///{tmp_path}/a b/mlflow.db"
-
-
-def framed(content: list[bytes]) -> tuple[bytes, list[int]]:
-    """A file of messages as LevelDB would write it, and where each of them ends."""
-    raw, ends = bytearray(START), []
-    for message in content:
-        left, first = message, True
-        while True:
-            room = BLOCK - len(raw) % BLOCK
-            if room < HEADER.size:
-                raw += bytes(room)
-                continue
-            piece, left = left[: room - HEADER.size], left[room - HEADER.size :]
-            kind = (FIRST if left else FULL) if first else (MIDDLE if left else LAST)
-            raw += HEADER.pack(len(piece), kind) + piece
-            first = False
-            if not left:
-                break
-        ends.append(len(raw))
-    return bytes(raw), ends
-
-
-@given(st.lists(st.tuples(st.integers(0, 2 * BLOCK), st.integers(0, 255)), max_size=6), st.floats(0, 1))
-def test_of_a_file_that_was_cut_short_the_whole_messages_are_read(shape: list[tuple[int, int]], share: float) -> None:
-    content = [bytes([fill]) * size for size, fill in shape]
-    raw, ends = framed(content)
-    assert list(messages(raw)) == list(zip(content, ends, strict=True))
-    cut = int(share * len(raw))
-    assert list(messages(raw[:cut])) == [pair for pair in zip(content, ends, strict=True) if pair[1] <= cut]
-    assert list(messages(raw + bytes(100))) == list(zip(content, ends, strict=True)), "zeros are no messages"

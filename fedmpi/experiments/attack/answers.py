@@ -32,7 +32,7 @@ class Answers:
 
 @torch.inference_mode()
 def ask(rebuilt: Rebuilt, numbers: Ints, test: bool) -> Answers:
-    """What the model answers for train or test samples."""
+    """Return what the model answers for train or test samples."""
     goal = rebuilt.data.goal
     values, losses, total, labels = list[Tensor](), list[Tensor](), 0.0, 0
     try:
@@ -59,8 +59,8 @@ def ask(rebuilt: Rebuilt, numbers: Ints, test: bool) -> Answers:
 
 
 def sample_losses(goal: Objective, outputs: Tensor, y: Tensor) -> Tensor:
-    """The loss of each sample, the mean over its labels. Somebody's own is asked for one sample after another: it need
-    not know another way."""
+    """Return the loss of each sample, the mean over its labels. A user's own is asked for one sample after another: it
+    need not know another way."""
     if goal.loss is cross_entropy:
         return exact_cross_entropy(outputs.double(), y).reshape(len(y), -1).mean(1)
     if goal.loss is squared_error:
@@ -70,7 +70,7 @@ def sample_losses(goal: Objective, outputs: Tensor, y: Tensor) -> Tensor:
 
 
 def exact_cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
-    """The cross entropy for each label, as log(1 + sum of the others' exp(logit - the label's)). Of a sample that was
+    """Return the cross entropy per label, as log(1 + sum of the others' exp(logit - the label's)). Of a sample that was
     learnt by heart it is tiny, down to 1e-24, where torch's own, in double precision, is 0 for one in twenty."""
     place = labels.unsqueeze(-1)
     others = outputs.scatter(-1, place, -torch.inf).logsumexp(-1)
@@ -78,7 +78,7 @@ def exact_cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def scored_loss(rebuilt: Rebuilt, asked: Ints, answers: Answers) -> float:
-    """The mean loss on the test samples that the run was scored on; those that were not asked yet are."""
+    """Return the mean loss on the test samples that the run was scored on; ask for those that were not asked yet."""
     losses, scored = np.full(rebuilt.data.tests, np.nan), rebuilt.scored
     losses[asked] = answers.losses
     missing = np.setdiff1d(scored, asked)

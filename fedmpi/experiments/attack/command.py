@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 
 from ... import __version__
-from ...api import undisturbed
 from ...cohort import draw
 from ...comm.env import Place, available_cores
 from ...data import Ints
@@ -32,7 +31,7 @@ from ...runs.build import NOTHING, Given
 from ...runs.folder import ATTACK, write
 from ...runs.log import set_up
 from ...runs.options import filled, make_parser
-from ...runs.run import settle
+from ...runs.run import settle, undisturbed
 from ...runs.text import align
 from ...seeds import attack_generator
 from ..runs import find_runs, read_run
@@ -83,8 +82,8 @@ class Options(How):
 
 
 @dataclass(frozen=True)
-class Asked(Options):
-    """What `attack` is asked for."""
+class AttackOptions(Options):
+    """The command line of `attack`."""
 
     runs: list[str] = field(default_factory=list)
     json: bool = False
@@ -94,11 +93,11 @@ USUAL = How()
 
 
 def main(arguments: list[str]) -> int:
-    """`fedmpi attack RUN [RUN ...]`: attack each of the runs; returns the exit code."""
+    """`fedmpi attack RUN [RUN ...]`: attack each of the runs; return the exit code."""
     parser = make_parser("fedmpi attack", ABOUT, Options)
     parser.add_argument("runs", nargs="*", metavar="RUN", help="folder of a finished run, or of a sweep")
     parser.add_argument("--json", action="store_true", help="for programs: one JSON object a line")
-    asked = filled(parser, Asked, lambda: parser.parse_args(arguments))
+    asked = filled(parser, AttackOptions, lambda: parser.parse_args(arguments))
     if not asked.runs:
         raise UserError("attack was given no run folder; name one or more: fedmpi attack RUN [RUN ...]")
     how = How(**{f.name: getattr(asked, f.name) for f in dataclasses.fields(How)})
@@ -126,7 +125,7 @@ def check(how: How) -> None:
 
 
 def attack_run(folder: Path, data_root: str | None = None, how: How = USUAL, given: Given = NOTHING) -> dict[str, Any]:
-    """Attack the finished run in a folder; returns what was found, and writes it there as attack.json. The caller's
+    """Attack the finished run in a folder; return what was found, and write it there as attack.json. The caller's
     random numbers and threads are left as they are. `given`: the data and the model, where the run had them as objects
     of a Python program."""
     check(how)
@@ -145,7 +144,7 @@ def attack_run(folder: Path, data_root: str | None = None, how: How = USUAL, giv
 
 
 def attack(rebuilt: Rebuilt, how: How) -> dict[str, Any]:
-    """What the attackers come to, and what there was to come to: the model's results on members and on others."""
+    """Return the results of the attackers, and of the model on members and on others."""
     before = untrained(rebuilt) if how.control else None
     inside, outside = choose(members_of(rebuilt, how.members), rebuilt, how)
     others = ask(rebuilt, outside, test=True)
@@ -174,7 +173,7 @@ def attack(rebuilt: Rebuilt, how: How) -> dict[str, Any]:
 
 
 def duel(members: Answers, others: Answers, how: How) -> dict[str, Any]:
-    """How well either attacker does; the logistic regression is None where answers are too wide for it."""
+    """Return how well either attacker does; the logistic regression is None where answers are too wide for it."""
     values, losses = (
         np.concatenate(pair) for pair in ((members.values, others.values), (members.losses, others.losses))
     )
@@ -189,8 +188,8 @@ def duel(members: Answers, others: Answers, how: How) -> dict[str, Any]:
 
 
 def members_of(rebuilt: Rebuilt, which: str) -> Ints:
-    """The numbers of the train samples that count as members: those of the clients, and a meta set that was shared with
-    them or that the server has learnt from."""
+    """Return the numbers of the train samples that count as members: those of the clients, and a meta set that was
+    shared with them or that the server has learnt from."""
     partition, order = rebuilt.partition, rebuilt.partition.order
     if which == "trained":
         client = np.repeat(np.arange(partition.clients), np.diff(partition.offsets))
@@ -200,7 +199,7 @@ def members_of(rebuilt: Rebuilt, which: str) -> Ints:
 
 
 def trained_clients(rebuilt: Rebuilt) -> list[int]:
-    """The clients that took part in at least one round, as seed and round tell, and were not left out of it."""
+    """Return the clients that took part in at least one round, and were not left out of it."""
     cfg, run = rebuilt.cfg, rebuilt.run
     dropped = {record["round"]: record.get("dropped_clients") or [] for record in run.records}
     cohorts = {
@@ -211,7 +210,7 @@ def trained_clients(rebuilt: Rebuilt) -> list[int]:
 
 
 def choose(members: Ints, rebuilt: Rebuilt, how: How) -> tuple[Ints, Ints]:
-    """As many members as test samples, drawn at random: their numbers, ascending."""
+    """Return as many members as test samples, drawn at random: their numbers, ascending."""
     tests = rebuilt.data.tests
     count = min(len(members), tests, how.samples)
     if count < 2:
@@ -227,7 +226,7 @@ def choose(members: Ints, rebuilt: Rebuilt, how: How) -> tuple[Ints, Ints]:
 
 
 def rows(folder: Path, found: dict[str, Any], widths: Sequence[int]) -> str:
-    """A run as lines of the table, one an attacker."""
+    """Return a run as lines of the table, one per attacker."""
     results = [f"{found[key]:.4f}" for key in ("train", "test", "gap")]
     lines = []
     for part, behind, more in ((found, "", results), (found["control"] or {}, BEFORE, ["-"] * len(results))):
@@ -238,7 +237,7 @@ def rows(folder: Path, found: dict[str, Any], widths: Sequence[int]) -> str:
 
 
 def cells(verdict: dict[str, Any]) -> list[str]:
-    """What is told of an attacker."""
+    """Return the cells of an attacker."""
     low, high = verdict["interval"]
     deviation = "-" if verdict["deviation"] is None else f"{verdict['deviation']:.4f}"
     others = [f"{verdict[key]:.4f}" for key in ("auc", "advantage", "tpr_at_1_fpr")]

@@ -52,18 +52,18 @@ class Rebuilt:
 
     @property
     def scored(self) -> Ints:
-        """The test samples that the run scored its model on."""
+        """Return the test samples that the run scored its model on."""
         return choose_tests(self.data.tests, self.cfg.eval.samples).numpy()
 
     def samples(self, numbers: Ints, test: bool) -> Iterator[Pair]:
-        """Train or test samples by their numbers, as the model takes them but not augmented, some at a time."""
+        """Yield train or test samples by their numbers, as the model takes them but not augmented, some at a time."""
         feed = make_feed(self.data, self.device)
         blocks = list(torch.split(torch.from_numpy(numbers), self.cfg.eval.batch)) if len(numbers) else []
         return feed.test(blocks) if test else feed.plain(blocks)
 
 
 def finished(run: Run) -> Run:
-    """The run; a `UserError` where it is not done."""
+    """Return the run; raise a `UserError` if it is not done."""
     if not run.finished:
         raise UserError(
             f"the run in '{run.folder}' is not finished: there is no {FINISHED}; wait for it, or start it again"
@@ -72,7 +72,7 @@ def finished(run: Run) -> Run:
 
 
 def config_of(run: Run, data_root: str | None) -> Config:
-    """The configuration of a run, with another data root where one is given."""
+    """Return the configuration of a run, with another data root where one is given."""
     try:
         cfg = from_values(run.config)
     except UserError as error:
@@ -81,7 +81,7 @@ def config_of(run: Run, data_root: str | None) -> Config:
 
 
 def rebuild(run: Run, cfg: Config, device: torch.device, given: Given) -> Rebuilt:
-    """The model that a run has trained, and its data; `given`: what was handed over to it in Python."""
+    """Return the model that a run has trained, and its data; `given`: what was handed over to it in Python."""
     check_names(run, cfg, given)
     weights = read_weights(run)
     data, partition, meta = load_data(cfg, given.data)
@@ -105,7 +105,7 @@ def check_names(run: Run, cfg: Config, given: Given) -> None:
 
 
 def read_weights(run: Run) -> dict[str, Tensor]:
-    """The tensors of a run's model by name; a `FileError` where they are not those that the run has written."""
+    """Return the tensors of a run's model by name; raise a `FileError` if they are not those that the run wrote."""
     path = run.folder / MODEL
     try:
         with opened(path), safetensors.safe_open(path, "pt"):  # what is no model is not read in full
@@ -121,11 +121,11 @@ def check_partition(run: Run, data: Data, partition: Partition) -> None:
     """Refuse data that deal otherwise to the clients than they did in the run."""
     labels = data.class_labels(needed=False)
     y, kinds = (np.zeros(data.samples, dtype=np.int64), 1) if labels is None else (labels, data.kinds)
-    told = dict(read(run.folder / PARTITION, Dealt, MOST_PARTITION) or {})
+    recorded = dict(read(run.folder / PARTITION, Dealt, MOST_PARTITION) or {})
     found = partition.manifest(y, kinds)
-    if not told:
+    if not recorded:
         raise Damaged(run.folder / PARTITION, "does not say how the data were dealt out")
-    other = [name for name in found if name in told and told[name] != found[name]]
+    other = [name for name in found if name in recorded and recorded[name] != found[name]]
     if other:
         raise UserError(
             f"the data '{data.name}' are not those of the run in '{run.folder}': its {PARTITION} has another "
@@ -136,7 +136,7 @@ def check_partition(run: Run, data: Data, partition: Partition) -> None:
 def trained_model(
     run: Run, cfg: Config, data: Data, weights: dict[str, Tensor], device: torch.device, given: nn.Module | None
 ) -> nn.Module:
-    """The model of a run with its trained weights."""
+    """Return the model of a run with its trained weights."""
     name, samples = name_of(cfg, data), few_samples(data)
     model = new_model(cfg, data) if given is None else copy.deepcopy(given)
     try:
@@ -150,7 +150,7 @@ def trained_model(
 
 
 def new_model(cfg: Config, data: Data) -> nn.Module:
-    """The model with which the run began: torch draws as it did there."""
+    """Return the model with which the run began: torch draws as it did there."""
     name, offers = name_of(cfg, data), data.offers
     torch.manual_seed(torch_seed(cfg.seed, "model"))
     return make_model(name, find_model(name), offers, data.name)
@@ -161,7 +161,7 @@ def name_of(cfg: Config, data: Data) -> str:
 
 
 def untrained(rebuilt: Rebuilt) -> Rebuilt:
-    """The same with the model as it was before the first round."""
+    """Return the same with the model as it was before the first round."""
     cfg, data = rebuilt.cfg, rebuilt.data
     name, samples = name_of(cfg, data), few_samples(data)
     if ":" not in name and name not in MODELS:
@@ -177,9 +177,9 @@ def untrained(rebuilt: Rebuilt) -> Rebuilt:
 def check_score(rebuilt: Rebuilt, loss: float) -> None:
     """Refuse a model whose mean loss on the scored test samples is not what the run has found: data or code are not
     what they were."""
-    told = rebuilt.run.finished.get("test_loss")
-    if isinstance(told, int | float) and not math.isclose(loss, told, rel_tol=NEAR, abs_tol=NEAR / 10):
+    recorded = rebuilt.run.finished.get("test_loss")
+    if isinstance(recorded, int | float) and not math.isclose(loss, recorded, rel_tol=NEAR, abs_tol=NEAR / 10):
         raise UserError(
             f"the model of '{rebuilt.run.folder}' has a test loss of {loss:.6g} on '{rebuilt.data.name}', and had "
-            f"{told:.6g} when it was trained: the data or the model's code have changed{AGAIN}"
+            f"{recorded:.6g} when it was trained: the data or the model's code have changed{AGAIN}"
         )

@@ -1,182 +1,140 @@
-"""What is measured beside the test score (`--evaluate`), after Tenison et al., TMLR 2023.
+"""What is measured next to the test score (`--evaluate`): a row per measurement, or your own as package.module:name.
 
-    agreement    the share of elements below tau, and by layer (figure 4); counted in the round itself (agreement.py)
-    clients      the test score of the clients that took part in the round, and of the others (tables 4 and 5)
-    gap          the score on samples that the model was trained on, to be held against the test score (figure 3a)
-    membership   an attack on the finished model: was it trained on this sample? (appendix F)
-
-Nothing here touches what is trained, and every number is made of whole numbers that the ranks sum: it is the same on
-any number of them.
+A row names a class (a `Measure`) or a function of (outputs, labels), imported when it is asked for. To add a
+measurement, write a file and add a row; nothing else knows their names.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+import json
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
-from ...clients.task import Task, choose_tests
-from ...cohort import draw
-from ...comm import Comm, common_trouble
-from ...data import Data, Ints, Partition
-from ...errors import CommonError, RunError, UserError, one_line
-from ...rounds import Plan, Report, State
+from ...comm import Comm
+from ...errors import CommonError, UserError, raised
+from ...plugins import import_path
+from ...rounds import Report, State
 from ...schedules import read_names
-from .score import evaluate, evaluate_train
+from ..log import record
+from .base import Measure, Numbers, Ranks, Run, Watch, checked
+from .metric import Metric
+from .score import Score, evaluate
 
-if TYPE_CHECKING:
-    from ..build import Given
+__all__ = ["MEASURES", "Measure", "Measures", "Numbers", "Ranks", "Run", "Score", "make_measure", "measure_names"]
 
-log = logging.getLogger("fedmpi")
-
-MEASURES = ("agreement", "clients", "gap", "membership")
-
-
-@dataclass(frozen=True)
-class Holdings:
-    """How many samples of which class clients have of their own: a row for each client and class that it has, so that
-    a million clients cost megabytes."""
-
-    kinds: int
-    clients: int
-    client: Ints
-    kind: Ints
-    count: Ints
-
-    @classmethod
-    def of(cls, partition: Partition, labels: Ints, kinds: int) -> Holdings:
-        """What the clients of a partition have, of samples with these classes."""
-        owner = np.repeat(np.arange(partition.clients), np.diff(partition.offsets))
-        cells, count = np.unique(owner * kinds + labels[partition.order], return_counts=True)
-        return cls(kinds, partition.clients, cells // kinds, cells % kinds, count)
-
-    def means(self, classes: Sequence[float], took_part: Iterable[int]) -> dict[str, float | None]:
-        """The mean score of the clients that took part and of the others; None where there are none.
-
-        A client's test set is the test set in its own mix of classes: its score is the mean of the scores of the
-        classes, weighted by its samples of each. Classes that the test set does not have (NaN) are left out, and so is
-        a client that has no others.
-        """
-        score = np.asarray(classes)[self.kind]
-        known = np.isfinite(score)
-        client, count = self.client[known], self.count[known]
-        size = np.bincount(client, weights=count, minlength=self.clients)
-        total = np.bincount(client, weights=count * score[known], minlength=self.clients)
-        inside = np.zeros(self.clients, dtype=bool)
-        inside[list(took_part)] = True
-        sides = {"participating": inside & (size > 0), "others": ~inside & (size > 0)}
-        return {
-            side: float((total[those] / size[those]).mean()) if those.any() else None for side, those in sides.items()
-        }
+KIND = "measurement (--evaluate)"
+MEASURES = {
+    "agreement": "fedmpi.runs.measures.agreement:Agreement",
+    "clients": "fedmpi.runs.measures.clients:ClientScores",
+    "gap": "fedmpi.runs.measures.gap:Gap",
+    "membership": "fedmpi.experiments.attack.membership:Membership",
+    "top5": "fedmpi.runs.measures.metric:top5",
+}
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What scored rounds are asked for beside the test score."""
+def measure_names(text: str) -> list[str]:
+    """Return the measurements in a comma-separated list, each once; `none` is the empty list."""
+    return read_names(KIND, text, MEASURES, own=True)
 
-    holdings: Holdings | None = None
-    """where clients are: what each of them has"""
-    samples: Tensor | None = None
-    """where the gap is: the train samples to score, always the same"""
+
+def make_measure(name: str) -> Measure:
+    """Return a new measurement by its name or import path."""
+    if name in MEASURES:
+        module, _, attribute = MEASURES[name].partition(":")
+        found = getattr(import_module(module), attribute)
+    else:
+        found = import_path(KIND, name)
+    if isinstance(found, type) and issubclass(found, Measure):
+        try:
+            measure: Measure = found()
+        except (Exception, SystemExit) as error:
+            raise UserError(
+                f"{KIND} '{name}' raised {raised(error)} when it was made; its class must take no argument"
+            ) from error
+    elif callable(found) and not isinstance(found, type):
+        measure = Metric(name.rpartition(":")[2], found)
+    else:
+        what = f"the class {found.__name__}" if isinstance(found, type) else type(found).__name__
+        raise UserError(
+            f"{KIND} '{name}' is {what}; it must be a subclass of fedmpi.runs.measures.Measure, or a function of "
+            "(outputs, labels)"
+        )
+    measure.name = name
+    return measure
+
+
+class Measures:
+    """The measurements of a run on one rank, as its loop calls them: all ranks raise the same error, or none."""
+
+    def __init__(self, names: Sequence[str], run: Run) -> None:
+        """Make and prepare them. Collective."""
+        self.run = run
+        self.watches = [Watch(run.comm.run(name, partial(make_measure, name))) for name in names]
+        for watch in self.watches:
+            run.comm.run(watch.measure.name, partial(watch.measure.prepare, run))
+        run.comm.error = CommonError
 
     @property
-    def classes(self) -> int:
-        """How many classes the test score has to be told apart by."""
-        return self.holdings.kinds if self.holdings else 0
+    def observers(self) -> list[Watch]:
+        """Return those that look into the round."""
+        return [watch for watch in self.watches if type(watch.measure).on_tile is not Measure.on_tile]
 
+    def after_round(self, state: State, report: Report, scored: bool) -> tuple[Report, str]:
+        """Return the report with the score on the test set (if `scored`) and the numbers of all measurements, and what
+        went wrong: the same message on all ranks, '' if nothing did. Collective."""
+        run, started, problem = self.run, perf_counter(), ""
+        run.current, run.score = state, None
+        if scored:
+            run.score = evaluate(run.task, state, run.comm.comm, run.cfg.eval.batch, run.classes, run.metrics)
+            report = replace(report, test_metric=run.score.metric, test_loss=run.score.loss)
+        for watch in self.watches:
+            if not problem:
+                found, problem = self.ask(watch.measure.name, partial(watch.after_round, run, report), record(report))
+                report = replace(report, measures=report.measures | found)
+        if scored:
+            report = replace(report, seconds=report.seconds | {"eval": perf_counter() - started})
+        return report, problem
 
-def measure_names(names: str) -> list[str]:
-    """The measurements in a list with commas; `none` is the empty one."""
-    return read_names("measurement (--evaluate)", names, MEASURES)
+    def at_end(self, state: State, report: Report) -> tuple[Report, str]:
+        """Return the last report with the numbers of the finished run, and what went wrong, as `after_round`.
+        Collective."""
+        self.run.current, problem = state, ""
+        found: dict[str, Any] = {}
+        for measure in (watch.measure for watch in self.watches):
+            if not problem:
+                taken = record(replace(report, measures=found))  # not what an earlier end of the same run has left
+                more, problem = self.ask(measure.name, partial(measure.at_end, self.run), taken)
+                found |= more
+        return replace(report, measures=report.measures | found), problem
 
-
-def ask(names: Collection[str], data: Data, task: Task) -> Asked:
-    """What scored rounds are asked for by these names; a `UserError` where the data do not have it."""
-    return Asked(
-        hold(data, task) if "clients" in names else None,
-        choose_train(task.partition, len(task.tests)) if "gap" in names else None,
-    )
-
-
-def choose_train(partition: Partition, wanted: int) -> Tensor:
-    """As many train samples that clients have as are wanted, or all, always the same ones."""
-    pool = torch.from_numpy(np.concatenate([partition.order, partition.shared]))
-    return pool[choose_tests(len(pool), wanted)]
-
-
-def hold(data: Data, task: Task) -> Holdings:
-    """What the clients have, for data that can be scored by class."""
-    labels = data.class_labels(needed=True)
-    if labels is None:
-        raise UserError(
-            f"--evaluate clients goes by class, and '{data.name}' has numbers for labels; leave clients out of it"
-        )
-    try:
-        next(task.score([slice(0, 2)], by_class=True))
-    except Exception as error:
-        raise UserError(
-            f"--evaluate clients scores the samples of a class by themselves, which raised {type(error).__name__} for "
-            f"the outputs of the model: {one_line(error)}; leave clients out of it"
-        ) from error
-    return Holdings.of(task.partition, labels, data.kinds)
-
-
-def scored(report: Report, plan: Plan, task: Task, state: State, comm: Comm, block: int, asked: Asked) -> Report:
-    """The report with the test set's score in it, and what else is asked for. Collective."""
-    started, metric = perf_counter(), task.goal.metric
-    score = evaluate(task, state, comm, block, asked.classes)
-    found: dict[str, Any] = {}
-    if asked.holdings is not None:
-        found[f"clients_{metric}"] = asked.holdings.means(score.classes, took_part(report, plan, task.partition))
-    if asked.samples is not None:
-        seen = evaluate_train(task, state, comm, block, asked.samples)
-        found |= {f"train_{metric}": seen.metric, "train_sample_loss": seen.loss}
-    seconds = report.seconds | {"eval": perf_counter() - started}
-    measures = report.measures | found
-    return replace(report, test_metric=score.metric, test_loss=score.loss, seconds=seconds, measures=measures)
-
-
-def took_part(report: Report, plan: Plan, partition: Partition) -> set[int]:
-    """The clients whose updates were used in a round."""
-    drawn = draw(plan.seed, report.round, partition.sizes, plan.cohort, 1, at_home=True)
-    return set(drawn.cids) - set(report.dropped)
-
-
-def check_folder(names: Collection[str], out: Path | None) -> None:
-    """Refuse an attack on a run that leaves nothing to attack."""
-    if "membership" in names and out is None:
-        raise UserError(
-            "--evaluate membership attacks a finished run in its folder, and this run has none; give out, or leave "
-            "membership out of it"
-        )
-
-
-def attack(out: Path, given: Given, comm: Comm) -> str:
-    """Let rank 0 attack the finished run in a folder while the others wait; returns what it found, in a line. Where it
-    fails all ranks say so, and the run stays as it is. Collective."""
-    trouble, found = "", {}
-    if comm.rank == 0:
+    def ask(self, name: str, work: Callable[[], Numbers | None], taken: Collection[str]) -> tuple[dict[str, Any], str]:
+        """Return the numbers that a measurement returns on rank 0, and what went wrong on any rank. Collective."""
+        comm = self.run.comm
         try:
-            from ...experiments.attack.command import attack_run  # not earlier: it imports the whole of a run
+            found = comm.run(name, lambda: checked(name, work(), taken))
+        except CommonError as error:
+            if error is not comm.last:
+                raise
+            return {}, str(error)
+        return shared(comm.comm, found), ""
 
-            found = attack_run(out, given=given)
-        except Exception as error:
-            known = isinstance(error, UserError | RunError)
-            if not known:
-                log.error("the membership attack raised %r", error, exc_info=True)
-            trouble = str(error) if known else f"{type(error).__name__}: {one_line(error)}"
-    if trouble := common_trouble(comm, trouble):
-        raise CommonError(
-            f"the run in {out} is finished, but the membership attack on it failed ({trouble}); put that right and try "
-            f"'fedmpi attack {out}'"
-        )
-    verdicts = {"the outputs": found.get("logistic"), "the loss": found.get("loss")}
-    by = [f"{verdict['accuracy']:.4f} by {what}" for what, verdict in verdicts.items() if verdict]
-    return f"membership attack: accuracy {', '.join(by)}; guessing has 0.5"
+
+def shared(comm: Comm, numbers: dict[str, Any]) -> dict[str, Any]:
+    """Return rank 0's numbers on every rank. Collective."""
+    if comm.size == 1:
+        return numbers
+    raw = json.dumps(numbers).encode()
+    size = torch.tensor([len(raw)])
+    comm.broadcast(size)
+    content = torch.zeros(int(size), dtype=torch.uint8)
+    if comm.rank == 0:
+        content.copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+    comm.broadcast(content)
+    found: dict[str, Any] = json.loads(bytes(content.tolist()))
+    return found

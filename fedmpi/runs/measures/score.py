@@ -1,23 +1,32 @@
-"""The score on the test set, or on train samples, over the ranks: blocks of a fixed size go round the ranks and whole
-numbers are summed, so the result is the same on any number of them."""
+"""The score on the test set, or on train samples, over the ranks: blocks of a fixed size are dealt to the ranks in turn
+and whole numbers are summed, so the result is the same on any number of ranks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ...aggregate.tiling import tiles
-from ...clients.task import Scored, Task
-from ...comm import Comm
+from ...clients.task import Scored, Task, Total
 from ...errors import RunError, UserError
 from ...rounds import State
 
 UNIT = 2.0**20  # sums are whole numbers of 1 / UNIT
-MOST = 2.0**20  # a label; beyond it the model has diverged
+MOST = 2.0**20  # per label; beyond it the model has diverged
+
+
+class Summing(Protocol):
+    """Ranks that can sum."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    def sum(self, x: Tensor) -> None: ...
 
 
 class Score(NamedTuple):
@@ -27,45 +36,59 @@ class Score(NamedTuple):
     loss: float
     classes: tuple[float, ...] = ()
     """where asked, the mean metric of the samples of each class; NaN also for a class without samples"""
+    more: Mapping[str, float] = {}
+    """where asked, further metrics by name"""
 
 
-def told(scores: Iterator[Scored], where: str) -> Iterator[Scored]:
-    """The scores; what is wrong with a sample that nobody has read before is a fault of the run by now."""
+def readable(scores: Iterator[Scored], where: str) -> Iterator[Scored]:
+    """Yield the scores; raise a `RunError` for a sample that cannot be used: it is read for the first time."""
     try:
         yield from scores
     except UserError as error:
         raise RunError(f"in the {where} set: {error}") from error
 
 
-def evaluate(task: Task, state: State, comm: Comm, block: int, classes: int = 0) -> Score:
-    """The model's score on the whole test set, and on each of so many classes of it. Collective."""
+def evaluate(
+    task: Task,
+    state: State,
+    comm: Summing,
+    block: int,
+    classes: int = 0,
+    metrics: Mapping[str, Total] | None = None,
+) -> Score:
+    """Return the model's score on the whole test set, on each of so many classes of it, and by further metrics.
+    Collective."""
     task.load(state.model_N, state.ints)
     mine = list(tiles(0, len(task.tests), block))[comm.rank :: comm.size]
-    return add_up(told(task.score(mine, by_class=classes > 0), "test"), comm, classes)
+    scores = task.score(mine, by_class=classes > 0, metrics=metrics)
+    return add_up(readable(scores, "test"), comm, classes, list(metrics or {}))
 
 
-def evaluate_train(task: Task, state: State, comm: Comm, block: int, samples: Tensor) -> Score:
-    """The model's score on these train samples, as their clients have them but not augmented. Collective."""
+def evaluate_train(task: Task, state: State, comm: Summing, block: int, samples: Tensor) -> Score:
+    """Return the model's score on these train samples, as their clients have them but not augmented. Collective."""
     task.load(state.model_N, state.ints)
     mine = torch.split(samples, block)[comm.rank :: comm.size]
-    return add_up(told(task.score_train(mine), "train"), comm)
+    return add_up(readable(task.score_train(mine), "train"), comm)
 
 
-def add_up(scores: Iterable[Scored], comm: Comm, classes: int = 0) -> Score:
-    """The means over what all ranks have scored. Collective."""
-    rows = [[0, 0, 0] for _ in range(2 + classes)]  # metric, loss, classes: the sum in units, labels, unsound blocks
+def add_up(scores: Iterable[Scored], comm: Summing, classes: int = 0, metrics: Iterable[str] = ()) -> Score:
+    """Return the means over what all ranks have scored. Collective."""
+    place = {name: 2 + classes + i for i, name in enumerate(metrics)}
+    rows = [[0, 0, 0] for _ in range(2 + classes + len(place))]  # each: the sum in units, labels, unsound blocks
     for scored in scores:
-        whole = {0: (scored.metric, scored.labels), 1: (scored.loss, scored.labels)}
-        for i, (total, labels) in (whole | {2 + c: found for c, found in scored.classes.items()}).items():
+        found = {0: (scored.metric, scored.labels), 1: (scored.loss, scored.labels)}
+        found |= {2 + c: one for c, one in scored.classes.items()}
+        found |= {place[name]: one for name, one in scored.more.items()}
+        for i, (total, labels) in found.items():
             sound = abs(total) < MOST * labels  # false for NaN too; and the sum cannot overflow
             more = round(total * UNIT) if sound else 0, labels, not sound
             rows[i] = [a + b for a, b in zip(rows[i], more, strict=True)]
     table = torch.tensor(rows, dtype=torch.int64)
     comm.sum(table)
-    metric, loss, *by_class = (mean_of(*row) for row in table.tolist())
-    return Score(metric, loss, tuple(by_class))
+    means = [mean_of(*row) for row in table.tolist()]
+    return Score(means[0], means[1], tuple(means[2 : 2 + classes]), {name: means[i] for name, i in place.items()})
 
 
 def mean_of(total: int, labels: int, unsound: int) -> float:
-    """The mean over labels; NaN where there are none, or where a block was no number."""
+    """Return the mean over labels; NaN where there are none, or where a block was no number."""
     return math.nan if unsound or not labels else total / UNIT / labels

@@ -1,11 +1,11 @@
-"""Other people's tools as sinks of a run's metrics: TensorBoard, Weights & Biases, MLflow.
+"""Other tools as sinks of a run's metrics: TensorBoard, Weights & Biases, MLflow.
 
-They get the numbers of metrics.jsonl, under the same names, at the round as their step; the two that know what a run is
-get its configuration too. None is imported before it is asked for. None speaks to anybody unless the user's own
-environment says so (WANDB_MODE, MLFLOW_TRACKING_URI): what they have is kept in the run folder, and their reports to
-their makers, which both send by default and W&B even offline, are switched off.
+They get the numbers of metrics.jsonl, under the same names, with the round as their step; the two that know what a run
+is get its configuration too. None is imported before it is asked for. None connects to anything unless the user's own
+environment says so (WANDB_MODE, MLFLOW_TRACKING_URI): what they have is kept in the run folder, and the usage reports
+that both send by default, W&B even offline, are switched off.
 
-A run that goes on is the same run there. Rounds that are trained again after a checkpoint are there already, with the
+A run that resumes is the same run there. Rounds that are trained again after a checkpoint are there already, with the
 same numbers, and are not written twice; rounds that a tool has missed are filled in from metrics.jsonl.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from ...errors import UserError, one_line, reason
@@ -32,7 +33,7 @@ NEEDS = {"wandb": ("wandb",), "mlflow": ("mlflow", "sqlalchemy", "alembic")}
 
 
 def need(name: str) -> None:
-    """Refuse a sink whose packages are not installed; looks for them without importing them."""
+    """Refuse a sink whose packages are not installed; look for them without importing them."""
     for package in NEEDS.get(name, ()):
         try:
             spec = importlib.util.find_spec(package)
@@ -43,7 +44,7 @@ def need(name: str) -> None:
 
 
 class Guarded:
-    """A sink that gets every round once, and whose failure costs the run nothing but the sink: a warning says why."""
+    """A sink that gets every round once. If it fails, the run continues without it and logs a warning."""
 
     def __init__(self, name: str, about: About) -> None:
         self.name = name
@@ -53,38 +54,47 @@ class Guarded:
         except UserError:
             raise
         except Exception as error:
-            if not about.done:  # somebody is there to put it right
+            if not about.done:  # somebody is there to fix it
                 why = in_words(error)
-                raise UserError(f"--log_to {name} cannot begin ({why}); put that right, or leave it out") from error
+                raise UserError(f"--log_to {name} cannot begin ({why}); fix that, or leave it out") from error
             self.lose(error)
         for record in about.records:
             self.write(record)
 
     def write(self, record: dict[str, Any]) -> None:
-        if self.sink is None or record["round"] <= self.sink.last:
+        if self.sink is None or record["round"] <= self.sink.logged.last:
             return
+        before = self.sink.logged.last
         try:
+            self.sink.logged.mark(record["round"])  # first: a run that is killed in between must not log it twice
             self.sink.write(record)
-            self.sink.last = record["round"]
         except Exception as error:
+            with suppress(OSError):
+                self.sink.logged.mark(before)
             self.lose(error)
 
+    def end(self, record: dict[str, Any], more: dict[str, Any]) -> None:
+        self.attempt(lambda sink: sink.end(record, more))
+
     def close(self, how: str) -> None:
-        if self.sink is None:
-            return
+        self.attempt(lambda sink: sink.close(how))
+
+    def attempt(self, work: Callable[[Tool], None]) -> None:
+        """Let the sink do something, if it has not failed."""
         try:
-            self.sink.close(how)
+            if self.sink is not None:
+                work(self.sink)
         except Exception as error:
             self.lose(error)
 
     def lose(self, error: Exception) -> None:
-        """Go on without it."""
+        """Continue without it."""
         self.sink = None
         log.warning("--log_to %s fails (%s); going on without it", self.name, in_words(error))
 
 
 def in_words(error: BaseException) -> str:
-    """What went wrong in somebody else's code: the first cause, whatever has been wrapped around it, and its kind."""
+    """Return what went wrong in somebody else's code: the first cause and its kind."""
     while cause := error.__cause__ or error.__context__:
         error = cause
     what = reason(error) if isinstance(error, OSError) else one_line(error)

@@ -1,4 +1,4 @@
-"""What sinks have in common: what they are told, what they must do, and who a run is in a tool that knows runs."""
+"""What sinks have in common: what they get, what they must do, and who a run is in a tool that knows runs."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from typing import Any, Protocol
 from ... import __version__
 from ...errors import UserError, reason
 from ..config import FREE
-from ..folder import read_json, write
+from ..folder import append, read_json, write
 
 ID = "fedmpi.json"  # in a tool's folder: who the run is there
+MARKS = "rounds.txt"  # in a tool's folder: an id and a round per line; the last line counts
 
 
 @dataclass(frozen=True)
 class About:
-    """What a sink is told of the run when it is opened."""
+    """What a sink knows of the run when it is opened."""
 
     folder: Path
     done: int = 0
-    """the round that the run goes on after"""
+    """the round that the run resumes after"""
     config: Mapping[str, Any] = field(default_factory=dict)
     """every knob by its dotted name"""
     records: Sequence[dict[str, Any]] = ()
@@ -33,14 +34,57 @@ class About:
 
     @property
     def name(self) -> str:
-        """What the run is called: as its folder."""
+        """Return the folder's name."""
         return self.folder.resolve().name
 
     @property
     def tags(self) -> dict[str, str]:
-        """What one looks for runs by."""
+        """Return what runs are searched by."""
         asked = {name: str(self.config[name]) for name in ("algorithm", "mask", "data", "seed") if name in self.config}
         return asked | {"fedmpi": __version__}
+
+
+class Logged:
+    """The last round that a tool has."""
+
+    last = 0
+
+    def mark(self, round: int) -> None:
+        """Remember that the tool has the rounds up to this one."""
+        self.last = round
+
+
+class LoggedRun(Logged):
+    """Who a run is in a tool that knows runs, and the last round that it has there, in files of the tool's folder.
+
+    The id stays, unless rounds that the tool has will be trained again with other knobs."""
+
+    def __init__(self, home: Path, about: About) -> None:
+        home.mkdir(mode=0o700, exist_ok=True)
+        self.marks = home / MARKS
+        trained = {name: value for name, value in about.config.items() if not name.startswith((*FREE, "rounds"))}
+        knobs = hashlib.sha256(json.dumps(trained, sort_keys=True).encode()).hexdigest()
+        there = read_json(home / ID)
+        self.id = str(there.get("id", ""))
+        last = self.marked(otherwise=about.done)
+        self.new = not self.id.isalnum() or (there.get("knobs") != knobs and last > about.done)
+        """whether the tool has to begin another run"""
+        if self.new:
+            self.id, last = secrets.token_hex(8), 0
+        write(home / ID, json.dumps({"id": self.id, "knobs": knobs}) + "\n")
+        self.mark(last)
+
+    def marked(self, otherwise: int) -> int:
+        """Return the last round that was marked, 0 if none was; `otherwise` where no version with marks has written."""
+        if not self.marks.exists():
+            return otherwise
+        words = self.marks.read_text(encoding="utf-8", errors="replace").split("\n")[-2:-1]
+        id, _, last = "".join(words).partition(" ")
+        return int(last) if id == self.id and last.isdecimal() else 0
+
+    def mark(self, round: int) -> None:
+        super().mark(round)
+        append(self.marks, f"{self.id} {round}")
 
 
 class Sink(Protocol):
@@ -48,19 +92,22 @@ class Sink(Protocol):
 
     def write(self, record: dict[str, Any]) -> None: ...
 
+    def end(self, record: dict[str, Any], more: dict[str, Any]) -> None:
+        """Take what was measured at the end of the run, in the last round's record; `more` is new in it."""
+
     def close(self, how: str) -> None:
-        """The end of the run, or of this life of it; `how` is finished, stopped or failed."""
+        """End the run, or this start of it; `how` is finished, stopped or failed."""
 
 
 class Tool(Sink, Protocol):
-    """A sink that may have rounds of earlier lives."""
+    """A sink that may have rounds of earlier starts."""
 
-    last: int
-    """the last round that it has"""
+    @property
+    def logged(self) -> Logged: ...
 
 
 def scalars(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """The numbers in a record, those of what is nested with a slash in their names."""
+    """Yield the numbers in a record by name; nested ones have a slash in their names."""
     for name, value in record.items():
         if isinstance(value, Mapping):
             yield from scalars(value, f"{prefix}{name}/")
@@ -68,25 +115,8 @@ def scalars(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{name}", value
 
 
-def known_id(home: Path) -> str | None:
-    """The id under which a tool knows the run, from the tool's folder; None where it has not been told of it."""
-    id = read_json(home / ID).get("id")
-    return id if isinstance(id, str) and id.isalnum() else None
-
-
-def settle_id(home: Path, about: About, last: int) -> str:
-    """The id under which a tool is to know the run from now on: the one that it knows, but a new one where rounds that
-    it has, up to `last`, will be trained again with other knobs."""
-    trained = {name: value for name, value in about.config.items() if not name.startswith((*FREE, "rounds"))}
-    knobs = hashlib.sha256(json.dumps(trained, sort_keys=True).encode()).hexdigest()
-    id, same = known_id(home), read_json(home / ID).get("knobs") == knobs
-    id = id if id and (same or last <= about.done) else secrets.token_hex(8)
-    write(home / ID, json.dumps({"id": id, "knobs": knobs}) + "\n")
-    return id
-
-
 def imported(sink: str, module: str) -> Any:
-    """A module that a sink needs."""
+    """Import a module that a sink needs."""
     try:
         return importlib.import_module(module)
     except Exception as error:  # whatever a damaged installation raises
@@ -94,7 +124,7 @@ def imported(sink: str, module: str) -> Any:
 
 
 def missing(sink: str, package: str, why: str) -> UserError:
-    """The error for a package that a sink needs."""
+    """Return the error for a package that a sink needs."""
     return UserError(
         f"--log_to {sink} needs the package {package}, which cannot be imported ({why}); pip install 'fedmpi[{sink}]', "
         "or leave it out"

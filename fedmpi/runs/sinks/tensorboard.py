@@ -9,27 +9,34 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from .base import About, imported, scalars
+from .base import About, Logged, imported, scalars
 
 
 class TensorBoard:
-    """Every number as a scalar. What earlier lives have written stays in their files, hidden: a life begins with all
-    rounds before it, as nobody knows which of them were written, whole, and with the knobs that counted in the end.
+    """Every number as a scalar. A start begins with all rounds before it, which hides what earlier starts have written:
+    nobody knows which of those rounds are whole.
 
     The events are written here and not by the SummaryWriter of torch: its thread prints a traceback when the folder is
     gone, and every round is flushed anyway."""
 
     def __init__(self, about: About) -> None:
-        self.folder, self.last = about.folder / "tensorboard", 0
+        self.folder, self.logged = about.folder / "tensorboard", Logged()
 
     @cached_property
     def events(self) -> Events:
-        """What writes, made when it is first used: importing it takes time, and nothing needs it before a round."""
+        """Make the writer when it is first used: importing it takes time, and nothing needs it before a round."""
         return Events(self.folder)
 
     def write(self, record: dict[str, Any]) -> None:
+        self.add(record, record["round"])
+
+    def end(self, record: dict[str, Any], more: dict[str, Any]) -> None:
+        self.add(more, record["round"])
+
+    def add(self, numbers: dict[str, Any], step: int) -> None:
+        """Write numbers at a step."""
         try:
-            self.events.add(dict(scalars(record)), record["round"])
+            self.events.add(dict(scalars(numbers)), step)
         except OSError:
             self.close("failed")
             raise
@@ -40,7 +47,7 @@ class TensorBoard:
 
 
 class Events:
-    """One file of events, which begins with the word that all rounds in older files are void."""
+    """One file of events, which begins with the event that makes all rounds in older files void."""
 
     def __init__(self, folder: Path) -> None:
         self.proto = imported("tensorboard", "tensorboard.compat.proto.event_pb2")

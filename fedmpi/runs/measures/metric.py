@@ -1,0 +1,72 @@
+"""Further metrics of the test set: functions of (outputs, labels), recorded as test_<name>."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from ...errors import RunError, UserError, raised
+from ...rounds import Report
+from .base import Measure, Numbers, Run, in_words
+
+
+class Metric(Measure):
+    """The mean of a function of (outputs, labels) over the test set, in scored rounds.
+
+    The function returns a value per sample, or per label, or their sum over the labels of the block.
+    """
+
+    def __init__(self, label: str, function: Callable[[Tensor, Tensor], Any]) -> None:
+        self.label, self.function = label, function
+        self.problem = ""
+
+    def prepare(self, run: Run) -> None:
+        if self.label in (*run.metrics, run.task.goal.metric, "loss"):
+            raise UserError(
+                f"measurement '{self.name}' is recorded as test_{self.label}, which is there already; rename the "
+                "function, or leave it out of --evaluate"
+            )
+        try:
+            next(run.task.score([slice(0, 2)], metrics={self.label: self.total}))
+        except (Exception, SystemExit) as error:
+            raise UserError(
+                f"measurement '{self.name}' raised {raised(error)} for the first test samples; it must be a function "
+                "of the model's outputs and the labels, or a subclass of fedmpi.runs.measures.Measure"
+            ) from error
+        run.metrics[self.label] = self.guarded
+
+    def total(self, outputs: Tensor, labels: Tensor) -> tuple[float, int]:
+        """Return the sum over a block, and how many values were summed."""
+        found = self.function(outputs, labels)
+        if isinstance(found, int | float):
+            return float(found), labels.numel()
+        if not isinstance(found, Tensor):
+            raise TypeError(f"it returned {type(found).__name__}; it must return a tensor or a number")
+        if found.ndim and found.shape not in (labels.shape, labels.shape[:1]):
+            raise ValueError(
+                f"it returned a tensor {list(found.shape)} for labels {list(labels.shape)}; it must return one value "
+                "per sample or label, or their sum as a single number"
+            )
+        return float(found.double().sum()), found.numel() if found.ndim else labels.numel()
+
+    def guarded(self, outputs: Tensor, labels: Tensor) -> tuple[float, int]:
+        """Return the same; keep what is raised until all ranks can raise it together."""
+        try:
+            return (0.0, 0) if self.problem else self.total(outputs, labels)
+        except (Exception, SystemExit) as error:
+            self.problem = in_words(self.name, error)
+            return 0.0, 0
+
+    def after_round(self, run: Run, report: Report) -> Numbers | None:
+        if self.problem:
+            raise RunError(self.problem)
+        return None if run.score is None else {f"test_{self.label}": run.score.more[self.label]}
+
+
+def top5(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Return whether the label is among the five largest logits, per label."""
+    if labels.is_floating_point() or outputs.shape[-1] <= 5:
+        raise ValueError("top5 needs classes, and more than five of them")
+    return (outputs.topk(5, -1).indices == labels.unsqueeze(-1)).any(-1)
