@@ -21,7 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "seeds": set(),
     "schedules": {"errors"},
-    "plugins": {"errors"},
+    "plugins": {"errors", "schedules"},
     "flat": {"errors"},
     "layers": {"flat"},
     "comm": {"errors"},

@@ -1,18 +1,20 @@
 """Every knob, its meaning and its bounds: one tree of frozen dataclasses, read from the command line and YAML by
 jsonargparse.
 
-A field's bounds stand beside its default and are checked in one place, so an error always reads the same: what was
-given, what is valid. Fields that default to null are filled in by the algorithm's row (`algorithms.resolve`) or by
-the machine.
+A field's bounds stand next to its default and are checked in one place, so an error always reads the same: what was
+given, what is valid. The knobs of rules and masks are declared in `plugins/builtin.py` and joined with those of the run
+here; plug-ins add theirs (`extend.py`). Fields that default to null are filled in by the algorithm's row
+(`build.resolve`) or by the machine.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
-from ..plugins.knobs import check_bounds, knob
+from ..plugins.builtin import LocalKnobs, MaskKnobs, ServerKnobs
+from ..plugins.knobs import check_bounds, knob, options
 
 FREE: tuple[str, ...] = ("out", "comm", "timeout", "workers", "log_to", "resume", "max_minutes", "data_root")
 FREE += ("evaluate", "memory.", "checkpoint.", "quiet", "verbose")
@@ -24,53 +26,57 @@ RENAMED = {"log": "log_to"}
 
 
 def renamed(tree: Any) -> Any:
-    """A configuration as read from a file, or a part of it, by today's names of the knobs."""
+    """Return a configuration as read from a file, or a part of it, by today's names of the knobs."""
     return {RENAMED.get(name, name): value for name, value in tree.items()} if isinstance(tree, dict) else tree
 
 
 @dataclass(frozen=True)
-class Local:
+class LocalRun:
     """What a client does in a round."""
 
     rule: str | None = None
     """sgd, prox, scaffold, nova, uga or fedgma2021, or your own as package.module:name; null: the algorithm's own"""
-    lr: float | None = knob(None, low=0, open_low=True)
-    """learning rate eta_l; null: the algorithm's own"""
     schedule: str = "constant"
     """learning rate over the rounds: constant, step:ROUNDS,FACTOR, cosine or cosine:LAST, also as warmup:ROUNDS+..."""
-    epochs: int | None = knob(None, low=1)
+    epochs: int | None = knob(None, low=1, otherwise=1)
     """passes over the client's samples; null: the algorithm's own"""
     steps: int | None = knob(None, low=1, high=2**31 - 1)
-    """batches a round, instead of epochs"""
+    """batches per round, instead of epochs"""
     batch: int = knob(32, low=1, high=2**31 - 1)
-    """samples a batch"""
+    """samples per batch"""
     work: str = "full"
     """the share of its steps that a client does: full, uniform:LOW,HIGH, or stragglers:PART,LOW,HIGH"""
-    momentum: float | None = knob(None, low=0, high=1, open_high=True)
-    """momentum rho of the client's SGD, from zero in every round; null: the algorithm's own"""
-    weight_decay: float = knob(0.0, low=0)
-    """weight decay of the client's SGD"""
-    clip: float | None = knob(None, low=0)
-    """largest norm of a gradient; longer ones are shortened to it. 0: no limit; null: the algorithm's own"""
-    clip_update: float | None = knob(None, low=0)
-    """largest norm of what a client sends (its delta; for uga its gradient). 0: no limit; null: the algorithm's own"""
-    mu: float = knob(0.01, low=0)
-    """pull towards the global model (rule prox)"""
-    option: str = "II"
-    """how a control variate is renewed: I (gradient at the global model) or II (from the steps) (rule scaffold)"""
-    gradient: str = "last"
-    """the gradient that is sent: last (of the last step) or initial (at the global model) (rule fedgma2021)"""
+
+
+@dataclass(frozen=True)
+class ServerRun:
+    """What the masked mean does to the model."""
+
+    rule: str | None = None
+    """sgd, adam, yogi or adagrad, or your own as package.module:name; null: the algorithm's own"""
+    schedule: str = "constant"
+    """learning rate over the rounds, as --local.schedule"""
+
+
+if TYPE_CHECKING:  # the same fields, written out by tests/typed.py
+    from .typed import Local as Local
+    from .typed import MaskOptions as MaskOptions
+    from .typed import Server as Server
+else:
+    Local = options("Local", LocalKnobs, LocalRun)
+    Server = options("Server", ServerKnobs, ServerRun)
+    MaskOptions = options("MaskOptions", MaskKnobs)
 
 
 @dataclass(frozen=True)
 class Step:
     """How a client's step is computed. The defaults are those that were measured to win (benchmarks/step.py)."""
 
-    layout: str = "auto"
+    layout: str = knob("auto", choices=("auto", "contiguous", "channels_last"))
     """how images and convolutions lie in memory: contiguous, channels_last, or auto (what the model's row says)"""
-    precision: str = "float32"
+    precision: str = knob("float32", choices=("float32", "bf16"))
     """float32, or bf16: forward and backward under autocast; the parameters stay float32"""
-    compile: str = "none"
+    compile: str = knob("none", choices=("none", "default", "reduce-overhead", "max-autotune"))
     """none, or a mode of torch.compile: default, reduce-overhead (CUDA graphs on a GPU) or max-autotune"""
     together: int = knob(1, low=1, high=1024)
     """clients of a rank that are trained at once, as one stacked model; 1: one after another. With more the last bits
@@ -78,36 +84,11 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Server:
-    """What the masked mean does to the model."""
-
-    rule: str | None = None
-    """sgd, adam, yogi or adagrad, or your own as package.module:name; null: the algorithm's own"""
-    lr: float | None = knob(None, low=0, open_low=True)
-    """learning rate eta_g; null: the algorithm's own"""
-    schedule: str = "constant"
-    """learning rate over the rounds, as --local.schedule"""
-    momentum: float | None = knob(None, low=0, high=1, open_high=True)
-    """momentum of the rule sgd; null: the algorithm's own"""
-    b1: float = knob(0.9, low=0, high=1, open_high=True)
-    """decay of the first moment"""
-    b2: float | None = knob(None, low=0, high=1, open_high=True)
-    """decay of the second moment; null: the variant's own"""
-    eps: float | None = knob(None, low=0, open_low=True, high=1e18)
-    """constant beside the root; null: the variant's own"""
-    variant: str = "reddi"
-    """reddi (no bias correction, v from eps^2, b2 0.99, eps 1e-3) or torch (bias correction, v from 0, b2 0.999, eps
-    1e-8)"""
-    mask_moments: bool = False
-    """mask the mean before the moments see it, instead of masking the step"""
-
-
-@dataclass(frozen=True)
 class Skew:
     """How the clients' data differ, for the split that reads it."""
 
     classes: int | None = knob(None, low=1)
-    """classes a client (splits classes and mixed); null: 10 for cifar100, 20 for tinyimagenet, 2 for others"""
+    """classes per client (splits classes and mixed); null: 10 for cifar100, 20 for tinyimagenet, 2 for others"""
     noise: float = knob(0.0, low=0, high=1, open_high=True)
     """share of a client's samples from other classes (splits classes and mixed)"""
     alpha: float = knob(0.1, low=0, open_low=True)
@@ -123,11 +104,11 @@ class Meta:
     """A small set held out of training: for a meta step after the server's (FedMeta), or a copy of it for every client
     (FedShare)."""
 
-    size: int | None = knob(None, low=0)
+    size: int | None = knob(None, low=0, otherwise=0)
     """samples held out; null: the algorithm's own"""
-    lr: float | None = knob(None, low=0)
+    lr: float | None = knob(None, low=0, otherwise=0.0)
     """learning rate of the meta step, 0 for none; null: the algorithm's own"""
-    share: bool | None = None
+    share: bool | None = knob(None, otherwise=False)
     """whether every client has a copy of the set; null: the algorithm's own"""
     seed: int = knob(0, low=0)
     """seed that draws the set"""
@@ -142,7 +123,7 @@ class Memory:
     """Where clients' memories are kept between rounds (SCAFFOLD's control variates)."""
 
     limit: float = knob(4.0, low=0)
-    """GiB a rank keeps in memory; what is more is mapped from a file"""
+    """GiB per rank in memory; the rest is mapped from a file"""
     folder: str | None = None
     """folder of that file, which vanishes with the run; null: the run folder"""
 
@@ -161,7 +142,7 @@ class Eval:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """When the state is saved, so that a run can go on from there."""
+    """When the state is saved, so that a run can resume from there."""
 
     every: int | None = knob(None, low=1)
     """rounds between checkpoints; null: by time alone"""
@@ -172,29 +153,30 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Config:
-    """One run."""
+class Chosen:
+    """The named algorithm and the mask."""
 
     algorithm: str = "fedavg"
     """fedavg, fedavgm, fedprox, scaffold, fednova, fedadam, fedyogi, fedadagrad, uga, fedmeta, fedmeta-uga, fedshare or
     fedgma2021, or your own as package.module:name"""
-    mask: str | None = None
+    mask: str | None = knob(None, otherwise="mean")
     """mean (plain averaging), gma (disagreement scales the step down), and (disagreement drops it), sand (looks at the
     size of the disagreement too), or your own as package.module:name; null: mean (fedgma2021: and)"""
-    tau: float | None = knob(None, low=0, high=1)
-    """agreement threshold of the mask: elements at or above it take the full step; 0 is plain averaging (but for sand).
-    null: 0.4 (fedgma2021: 0.8)"""
-    sharpness: float = knob(4.0, low=0, open_low=True)
-    """how soon the mask sand rises behind tau"""
+
+
+@dataclass(frozen=True)
+class Config(MaskOptions, Chosen):
+    """One run."""
+
     data: str = "glyphs"
     """glyphs (generated), mnist, fmnist, cifar10, cifar100, tinyimagenet, femnist, shakespeare, cmnist2, fedcmnist,
-    fedrotmnist or fedrotmnist-clients ('fedmpi data list' tells what is here), or your own as package.module:name"""
+    fedrotmnist or fedrotmnist-clients ('fedmpi data list' shows what is here), or your own as package.module:name"""
     data_root: str | None = None
     """folder of the data sets; null: $FEDMPI_DATA, else the user's cache"""
     augment: str | None = None
     """what training does to images: crop:PIXELS, flip, crop:PIXELS+flip or none; null: the data set's own"""
     workers: int = knob(0, low=0, high=256)
-    """processes a rank that read a Dataset of your own ahead"""
+    """processes per rank that read a Dataset of your own ahead"""
     split: str = "classes"
     """how the data are dealt to the clients: iid, classes, dirichlet, quantity, natural (by writer or role), or, for
     coloured and rotated data, feature (as iid) and mixed (as classes)"""
@@ -204,7 +186,7 @@ class Config:
     clients: int = knob(100, low=1)
     """clients in the federation"""
     cohort: int = knob(10, low=1)
-    """clients that train in a round"""
+    """clients that train per round"""
     min_clients: int = knob(1, low=1)
     """usable updates below which a round fails"""
     rounds: int = knob(50, low=1)
@@ -213,9 +195,9 @@ class Config:
     """seed of everything that is drawn"""
     out: str | None = None
     """run folder; null: runs/<algorithm>-<mask>-<data>-<seed>, with the rules that are not the algorithm's own"""
-    resume: str = "auto"
-    """auto (go on from the newest sound checkpoint in the run folder, where there is one), never (start over) or force
-    (go on with changed knobs, or from a finished run with more rounds)"""
+    resume: str = knob("auto", choices=("auto", "never", "force"))
+    """auto (resume from the newest sound checkpoint in the run folder, if there is one), never (start over) or force
+    (resume with changed knobs, or a finished run with more rounds)"""
     max_minutes: float | None = knob(None, low=0, open_low=True)
     """minutes after which the run saves and stops, with exit code 75; null: no limit"""
     comm: str = "auto"
@@ -228,7 +210,7 @@ class Config:
     timeout: float = knob(600.0, low=0, open_low=True, high=1e7)
     """seconds after which a rank that does not answer ends the run"""
     threads: int | None = knob(None, low=1, high=256)
-    """threads a rank; null: the node's cores shared by its ranks. Equal bits need equal threads"""
+    """threads per rank; null: the node's cores shared by its ranks. Equal bits need equal threads"""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N"""
     deterministic: bool = True

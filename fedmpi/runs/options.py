@@ -14,19 +14,23 @@ import os
 import re
 import reprlib
 import shlex
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jsonargparse
 import numpy as np
 import yaml
 
 from ..errors import UserError, nearest, squeezed
-from ..plugins.knobs import check_bounds, knobs
+from ..plugins.knobs import check_bounds, document, knobs
 from .aliases import advice, chosen, real_keywords, real_options
 from .config import Config, Launch, renamed
+from .extend import config_class, config_for, flat, given_options
+
+if TYPE_CHECKING:
+    from ..algorithms import Row
 
 T = TypeVar("T")
 
@@ -42,16 +46,30 @@ def parse(arguments: list[str]) -> Config:
     """The configuration of a command line: YAML files first, then the options in their order."""
     arguments = real_options(arguments)
     helps, prints = (any(word.startswith(start) for word in arguments) for start in (("-h", "--h"), "--print"))
-    parser = make_parser("fedmpi train", ABOUT, Config, helps or prints)
+    kind = kind_of(arguments, plugged=helps or prints)
+    arguments = real_options(arguments, kind)  # once more, for the switches of plug-ins
+    parser = make_parser("fedmpi train", ABOUT, kind, helps or prints)
     if helps:  # not in what is printed: the number of ranks is no part of a configuration
         parser.add_class_arguments(Launch, as_group=False)
-    check_renaming(arguments)
+    check_renaming(arguments, kind)
     for before, word in zip(["", *arguments], arguments, strict=False):
         name, equals, value = word.partition("=") if word.startswith("--") else (before, "=", word)
         if equals:
             refuse_comment(name.removeprefix("--"), value)
             check_option(name, value)
-    return filled(parser, Config, lambda: parser.parse_args(files_first(arguments)))
+    return filled(parser, kind, lambda: parser.parse_args(files_first(arguments, kind)))
+
+
+def kind_of(arguments: list[str], plugged: bool = False) -> type[Config]:
+    """Return the class of the configuration: `Config`, with the options of plug-ins that a command line and its files
+    set, or with those of all that they name if `plugged`."""
+    names: dict[str, Any] = {}
+    for _, file in words_of(arguments):
+        if file is not None:
+            path = locate(file)
+            names |= flat(renamed(read_yaml(path, f"--config {path}")))
+    names |= given_options(arguments)
+    return config_for(names) if plugged else config_class(names)
 
 
 def split_launch(arguments: list[str]) -> tuple[Launch, list[str]]:
@@ -77,12 +95,15 @@ def split_launch(arguments: list[str]) -> tuple[Launch, list[str]]:
     return asked, rest
 
 
-def from_values(values: dict[str, Any]) -> Config:
-    """The configuration with these values, groups as dicts or as dataclasses; checked like a command line."""
+def from_values(values: dict[str, Any], row: Row | None = None) -> Config:
+    """The configuration with these values, groups as dicts or as dataclasses; checked like a command line. `row` is the
+    algorithm's where it has no name."""
     tree = as_tree(values)
-    check_keys("fedmpi.train", tree, knobs(Config()))
-    parser = parser_of_values()
-    return filled(parser, Config, lambda: parser.parse_object(tree))
+    kind: Any = config_class(flat(tree), row)
+    check_keys("fedmpi.train", tree, knobs(kind()))
+    parser = parser_of_values(kind)
+    cfg: Config = filled(parser, kind, lambda: parser.parse_object(tree))
+    return cfg
 
 
 def as_tree(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,9 +112,9 @@ def as_tree(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @functools.cache
-def parser_of_values() -> jsonargparse.ArgumentParser:
+def parser_of_values(kind: type[Config]) -> jsonargparse.ArgumentParser:
     """A parser for values, made once: making it takes longer than using it, and a sweep has hundreds of runs."""
-    return make_parser("fedmpi.train", ABOUT, Config, helps=False)
+    return make_parser("fedmpi.train", ABOUT, kind, helps=False)
 
 
 def plain(value: Any) -> Any:
@@ -109,7 +130,9 @@ def make_parser(name: str, about: str, kind: type, helps: bool = True) -> jsonar
     """A parser for the fields of a dataclass; their texts, which are read from the source, where it `helps`."""
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=helps)
     parser = jsonargparse.ArgumentParser(prog=name, description=about, exit_on_error=False, allow_abbrev=False)
-    if kind is Config:
+    if helps:
+        document(kind)
+    if issubclass(kind, Config):
         parser.add_argument("--config", action="config", help="YAML file, or the name of a bundled recipe")
     parser.add_class_arguments(kind, as_group=False)
     return parser
@@ -143,20 +166,22 @@ def is_sweep(tree: Any) -> bool:
     return isinstance(tree, dict) and not SWEEP.isdisjoint(tree)
 
 
-def files_first(arguments: list[str]) -> list[str]:
-    """The arguments with every --config in front, by its path: an option overrides a file wherever it stands."""
-    files, options = [], []
+def words_of(arguments: list[str]) -> Iterator[tuple[str, str | None]]:
+    """Yield the words of a command line, each --config with its file, others with None."""
     words = iter(arguments)
     for word in words:
         option, equals, name = word.partition("=")
         given = None
         if option == "--config":
             given = name if equals else next(words, None)
-        if given is None:
-            options.append(word)
-        else:
-            files.append(f"--config={as_argument(find_file(given))}")
-    return files + options
+        yield word, given
+
+
+def files_first(arguments: list[str], kind: type[Config] = Config) -> list[str]:
+    """The arguments with every --config in front, by its path: an option overrides a file wherever it stands."""
+    words = list(words_of(arguments))
+    files = [f"--config={as_argument(find_file(name, kind))}" for _, name in words if name is not None]
+    return files + [word for word, name in words if name is None]
 
 
 def as_argument(file: Path) -> str:
@@ -165,14 +190,14 @@ def as_argument(file: Path) -> str:
     return str(file) if renamed(tree) == tree else yaml.safe_dump(renamed(tree), sort_keys=False)
 
 
-def check_renaming(arguments: list[str]) -> None:
+def check_renaming(arguments: list[str], kind: type[Config]) -> None:
     """Refuse another --algorithm for a file that fixes the rules of its own, as the config.yaml of a run does: the run
     would have the new name and the old rules."""
     options = dict(zip(arguments, arguments[1:], strict=False))
     options |= {name: value for word in arguments for name, equals, value in [word.partition("=")] if equals}
     if not {"--algorithm", "--config"} <= options.keys():
         return
-    file = find_file(options["--config"])
+    file = find_file(options["--config"], kind)
     tree = yaml.safe_load(file.read_text(encoding="utf-8"))
     fixed = [
         f"{group}.rule {rule}"
@@ -186,8 +211,15 @@ def check_renaming(arguments: list[str]) -> None:
         )
 
 
-def find_file(name: str) -> Path:
+def find_file(name: str, kind: type[Config] | None = None) -> Path:
     """The file of that name, or else the bundled recipe; checked."""
+    path = locate(name)
+    check_file(path, name, kind)
+    return path
+
+
+def locate(name: str) -> Path:
+    """The file of that name, or else the bundled recipe."""
     path = Path(name)
     if name in recipes() and not path.is_file():
         path = recipes()[name]
@@ -195,16 +227,16 @@ def find_file(name: str) -> Path:
         near = nearest(name, recipes())
         hint = f"did you mean '{near}'? " if near else ""
         raise UserError(f"--config '{name}' is neither a file nor a recipe; {hint}recipes: {', '.join(single_runs())}")
-    check_file(path, name)
     return path
 
 
-def check_file(path: Path, name: str) -> None:
+def check_file(path: Path, name: str, kind: type[Config] | None = None) -> None:
     """Refuse a YAML file that cannot be read, is a sweep, or names what is no knob; values are left to the parser."""
     tree = read_yaml(path, f"--config {path}")
     if is_sweep(tree):
         raise UserError(f"--config {name} is a sweep; run it with 'fedmpi sweep {shlex.quote(name)}'")
-    check_keys(f"--config {path}", renamed(tree), knobs(Config()))
+    tree = renamed(tree)
+    check_keys(f"--config {path}", tree, knobs((kind or config_class(flat(tree)))()))
 
 
 def read_yaml(path: Path, where: str) -> Any:
