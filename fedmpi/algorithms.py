@@ -12,17 +12,15 @@ were chosen here, on glyphs: the paper of UGA and FedMeta names no rates, that o
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields, replace
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from .errors import UserError, unknown
 from .local import LocalRule
 from .masks import Mask
 from .plugins import import_path
 from .server import ServerRule
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -43,32 +41,40 @@ class Algorithm:
     meta: MetaStep | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Row:
-    """A named combination and the values of its knobs that the user leaves out."""
+    """A named combination of rules, with defaults for options that the user leaves out and whose own default is null.
+
+    An option is named as on the command line, `Row("prox", "sgd", {"local.lr": 0.1})`, or by a keyword of `KEYWORDS`,
+    `Row("prox", "sgd", local_lr=0.1)`.
+    """
 
     local: str
     server: str
-    local_lr: float = 0.01
-    server_lr: float = 1.0
-    local_momentum: float = 0.9
-    clip: float = 0.0
-    clip_update: float = 0.0
-    epochs: int = 1
-    server_momentum: float = 0.0
-    mask: str = "mean"
-    tau: float = 0.4
-    meta_size: int = 0
-    meta_lr: float = 0.0
-    share: bool = False
+    defaults: Mapping[str, Any]
+
+    def __init__(self, local: str, server: str, defaults: Mapping[str, Any] | None = None, **keywords: Any) -> None:
+        for word in keywords:
+            if word not in KEYWORDS:
+                raise unknown("keyword of a Row", word, KEYWORDS)
+        named = {KEYWORDS[word]: value for word, value in keywords.items()}
+        for name, value in {"local": local, "server": server, "defaults": {**(defaults or {}), **named}}.items():
+            object.__setattr__(self, name, value)
 
 
-ADAPTIVE = Row("sgd", "adam", local_lr=0.01, server_lr=0.02)
-UNBIASED = Row("uga", "sgd", server_lr=0.1, local_momentum=0.0, epochs=2)
+KEYWORDS = {"local_lr": "local.lr", "local_momentum": "local.momentum", "epochs": "local.epochs"}
+KEYWORDS |= {"clip": "local.clip", "clip_update": "local.clip_update", "mask": "mask", "tau": "tau"}
+KEYWORDS |= {"server_lr": "server.lr", "server_momentum": "server.momentum"}
+KEYWORDS |= {"meta_size": "meta.size", "meta_lr": "meta.lr", "share": "meta.share"}
+"""keyword of a Row -> option"""
+
+ADAPTIVE = Row("sgd", "adam", {"server.lr": 0.02})
+UNBIASED = Row("uga", "sgd", {"server.lr": 0.1, "local.momentum": 0.0, "local.epochs": 2})
+META = {"meta.size": 600, "meta.lr": 0.05}
 
 ALGORITHMS = {
     "fedavg": Row("sgd", "sgd"),
-    "fedavgm": Row("sgd", "sgd", server_momentum=0.9),
+    "fedavgm": Row("sgd", "sgd", {"server.momentum": 0.9}),
     "fedprox": Row("prox", "sgd"),
     "scaffold": Row("scaffold", "sgd"),
     "fednova": Row("nova", "sgd"),
@@ -76,54 +82,45 @@ ALGORITHMS = {
     "fedyogi": replace(ADAPTIVE, server="yogi"),
     "fedadagrad": replace(ADAPTIVE, server="adagrad"),
     "uga": UNBIASED,
-    "fedmeta": Row("sgd", "sgd", meta_size=600, meta_lr=0.05),
-    "fedmeta-uga": replace(UNBIASED, meta_size=600, meta_lr=0.05),
-    "fedshare": Row("sgd", "sgd", meta_size=600, share=True),
-    "fedgma2021": Row("fedgma2021", "sgd", server_lr=0.01, mask="and", tau=0.8),
+    "fedmeta": Row("sgd", "sgd", META),
+    "fedmeta-uga": replace(UNBIASED, defaults={**UNBIASED.defaults, **META}),
+    "fedshare": Row("sgd", "sgd", {"meta.size": 600, "meta.share": True}),
+    "fedgma2021": Row("fedgma2021", "sgd", {"server.lr": 0.01, "mask": "and", "tau": 0.8}),
 }
 
 
 def find_row(name: str) -> Row:
-    """The row of that name, or the `Row` at that import path."""
+    """Return the row of that name, or the `Row` at that import path."""
     if ":" not in name:
         if name not in ALGORITHMS:
             raise unknown("algorithm", name, ALGORITHMS, own=True)
         return ALGORITHMS[name]
-    return check_row(name, import_path("algorithm", name))
-
-
-def check_row(name: str, row: object) -> Row:
-    """The row, refused unless it is one and its values are of the right kinds."""
+    row = import_path("algorithm", name)
     if not isinstance(row, Row):
         raise UserError(f"algorithm '{name}' is {type(row).__name__}; it must be a fedmpi.algorithms.Row")
-    for field in fields(Row):
-        value, example = getattr(row, field.name), "" if field.default is MISSING else field.default
-        wanted = (int, float) if isinstance(example, float) else type(example)
-        if not isinstance(value, wanted) or isinstance(value, bool) != isinstance(example, bool):
-            raise UserError(f"algorithm '{name}' has {field.name} = {value!r}; it must be like {example!r}")
     return row
 
 
 def combine(row: Row, local: str, server: str) -> Row:
-    """The row with other rules: what belongs to a rule comes from the first row that has it, so that a free combination
-    starts from sensible rates. (UGA sends gradients, the others distances: the server's rate depends on both.)"""
+    """Return the row with other rules: what belongs to a rule comes from the first row that has it, so that a free
+    combination starts from sensible rates. (UGA sends gradients, the others distances: the server's rate depends on
+    both.)"""
     if (local, server) == (row.local, row.server):
         return row
     of_local = first(lambda r: r.local == local) or row
     of_server = first(lambda r: (r.local, r.server) == (local, server)) or first(lambda r: r.server == server) or row
-    if local != row.local:
-        row = replace(
-            row,
-            local_lr=of_local.local_lr,
-            local_momentum=of_local.local_momentum,
-            clip=of_local.clip,
-            clip_update=of_local.clip_update,
-            epochs=of_local.epochs,
-        )
-    momentum = row.server_momentum if server == row.server else of_server.server_momentum
-    return replace(row, local=local, server=server, server_lr=of_server.server_lr, server_momentum=momentum)
+
+    def source(option: str) -> Row:
+        if option.startswith("local."):
+            return row if local == row.local else of_local
+        if option.startswith("server."):
+            return row if server == row.server and option != "server.lr" else of_server
+        return row
+
+    options = {*row.defaults, *of_local.defaults, *of_server.defaults}
+    return Row(local, server, {name: source(name).defaults[name] for name in options if name in source(name).defaults})
 
 
 def first(fits: Callable[[Row], bool]) -> Row | None:
-    """The first row of the table that fits."""
+    """Return the first row of the table that fits."""
     return next((row for row in ALGORITHMS.values() if fits(row)), None)

@@ -89,7 +89,7 @@ def train(
 
     def ready() -> Prepared:
         given, chosen = choose(model, data, test, algorithm, out, knobs)
-        cfg = from_values({"log_to": "none", **chosen, "out": None if out is None else str(out)})
+        cfg = from_values({"log_to": "none", **chosen, "out": None if out is None else str(out)}, given.row)
         if isinstance(algorithm, Algorithm) and algorithm.meta is not None and not cfg.meta.size:
             raise UserError("the algorithm has a meta step, but meta is without a size; give meta={'size': SAMPLES}")
         prepared = prepare(cfg, given)

@@ -23,13 +23,13 @@ SHARES = {"full": (), "uniform": ("low", "high"), "stragglers": ("part", "low", 
 
 
 def full(rng: np.random.Generator) -> float:
-    """Every client does all of its steps."""
+    """Return 1: every client does all of its steps."""
     return 1.0
 
 
 def make_share(text: str) -> Share:
-    """The distribution of that name: `full`, `uniform:low,high`, or `stragglers:part,low,high` (that part of the
-    clients draws from low to high, the others do everything)."""
+    """Return the distribution of that name: `full`, `uniform:low,high`, or `stragglers:part,low,high` (that part of
+    the clients draws from low to high, the others do everything)."""
     name, numbers = read_spec("--local.work", text, SHARES)
     if name == "full":
         return full
@@ -54,7 +54,7 @@ class Work:
     share: Share = full
 
     def count(self, seed: int, round: int, cid: int, samples: int, leave: int = 0) -> int:
-        """The steps that a client takes, at least one where one was asked; `leave` epochs are left out."""
+        """Return the steps that a client takes, at least one where one was asked; `leave` epochs are left out."""
         an_epoch = -(-samples // self.batch)
         asked = self.steps if self.steps is not None else max(self.epochs - leave, 0) * an_epoch
         if self.share is full or not asked:
@@ -79,16 +79,16 @@ class Cohort:
 
     @property
     def total(self) -> int:
-        """The weight of the whole cohort."""
+        """Return the weight of the whole cohort."""
         return sum(self.weights)
 
     def at(self, rank: int) -> list[int]:
-        """The positions in the cohort of the clients that a rank hosts."""
+        """Return the positions in the cohort of the clients that a rank hosts."""
         return [i for i, r in enumerate(self.ranks) if r == rank]
 
     @property
     def most_on_a_rank(self) -> int:
-        """The largest number of clients that one rank hosts."""
+        """Return the largest number of clients that one rank hosts."""
         return int(np.bincount(self.ranks).max())
 
 
@@ -101,7 +101,7 @@ def draw(
     work: Work = A_STEP_A_SAMPLE,
     at_home: bool = False,
 ) -> Cohort:
-    """`count` clients without replacement, placed by what they have to do, or each on its home rank."""
+    """Draw `count` clients without replacement and place them by their load, or each on its home rank."""
     cids = np.sort(generator(seed, "cohort", round).choice(len(sizes), count, replace=False, shuffle=False)).tolist()
     weights = sizes[cids].tolist()
     if at_home:
@@ -112,8 +112,8 @@ def draw(
 
 
 def load(work: Work, seed: int, round: int, cid: int, samples: int) -> int:
-    """What a client has to do in a round, in quarters of a sample: a client costs as much as a batch, each of its steps
-    as much as a quarter of one, and then there are its samples. So a short last batch counts for less than a full one.
+    """Return the load of a client in a round, in quarters of a sample: a client costs as much as a batch, each of its
+    steps as much as a quarter of one, plus its samples. So a short last batch counts for less than a full one.
 
     Measured with batches of 32, when this was chosen, a client costs 29 samples and a step 1 (LeNet), 30 and 11 (CNN),
     271 and 148 (logistic) or none and 7 (ResNet-18): this waits less than longest first by steps or by samples
@@ -125,12 +125,12 @@ def load(work: Work, seed: int, round: int, cid: int, samples: int) -> int:
 
 
 def home(cid: int, ranks: int) -> int:
-    """The rank that keeps a client's memory."""
+    """Return the rank that keeps a client's memory."""
     return cid % ranks
 
 
 def place(loads: list[int], ranks: int) -> tuple[int, ...]:
-    """A rank for each client: the longest first, each to the rank with the least to do (ties: the lowest rank)."""
+    """Return a rank for each client: the longest first, each to the least loaded rank (ties: the lowest rank)."""
     busy = [(0, rank) for rank in range(ranks)]
     placed = [0] * len(loads)
     for i in sorted(range(len(loads)), key=lambda i: (-loads[i], i)):

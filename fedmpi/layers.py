@@ -44,7 +44,7 @@ def trained_spans(layout: Layout) -> tuple[Span, ...]:
 
 
 def overlaps(spans: Sequence[Span], start: int, length: int) -> Iterator[tuple[int, slice]]:
-    """Yield, for each span that a piece of the vector touches, the span's number and its part of the piece."""
+    """Yield, for each span that a tile of the vector touches, the span's number and its part of the tile."""
     for number, span in enumerate(spans):
         low, high = max(span.start, start), min(span.start + span.shape.numel(), start + length)
         if low < high:
@@ -58,15 +58,15 @@ class LayerVotes:
         self.spans = spans
         self.counts = torch.zeros(len(spans), clients + 1, dtype=torch.int64, device=device)
 
-    def add(self, pieces: Iterable[tuple[int, Tensor]]) -> None:
-        """Count pieces of votes, each with its first element's place in the full vector."""
-        for start, votes_S in pieces:
+    def add(self, tiles: Iterable[tuple[int, Tensor]]) -> None:
+        """Count tiles of votes, each with its first element's place in the full vector."""
+        for start, votes_S in tiles:
             sizes = votes_S.abs().long()
             for number, part in overlaps(self.spans, start, sizes.numel()):
                 self.counts[number].scatter_add_(0, sizes[part], torch.ones_like(sizes[part]))
 
     def within(self, start: int, length: int) -> Iterator[tuple[Layer, slice]]:
-        """Yield the layers that a piece of the vector touches, each with its part of the piece."""
+        """Yield the layers that a tile of the vector touches, each with its part of the tile."""
         for number, part in overlaps(self.spans, start, length):
             span = self.spans[number]
             yield Layer(span.name, span.start, span.shape.numel(), self.counts[number]), part

@@ -7,8 +7,9 @@ its size.
 A mask is a function (votes_S, clients) -> mask_S. One that looks at magnitudes too asks for the second moment and is
 given (votes_S, clients, mean_S, square_S); only then do the squares travel. Masks are elementwise, because a rank has
 no more than its slice. One that needs to know how whole layers voted asks for `layers`: it is called layer by layer,
-with a `Layer` as its last argument whose counts are summed over the ranks. To add one, write it and give it a row in
-`MASKS`, or name it from outside as `package.module:name`: a function of `MaskKnobs`.
+with a `Layer` as its last argument whose counts are summed over the ranks. To add one, write it, declare its knobs in
+`plugins/builtin.py` and give it a row in `MASKS`, or name it from outside as `package.module:name`: a function of
+`MaskKnobs`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from .errors import UserError, raised
 from .flat import Span
 from .layers import Layer, LayerVotes
 from .plugins import find, refuse
+from .plugins.builtin import MaskKnobs
 
 __all__ = ["MASKS", "Layer", "Mask", "MaskKnobs", "make_mask", "quorum"]
 
@@ -61,8 +63,8 @@ class Mask:
         square_S: Tensor | None,
         layers: LayerVotes,
     ) -> Tensor:
-        """Return the mask of a piece of the vector that begins at element `start`; one that asks for layers is called
-        once for each layer in the piece."""
+        """Return the mask of a tile of the vector that begins at element `start`; one that asks for layers is called
+        once for each layer in the tile."""
         if not self.layers:
             return self(votes_S, clients, mean_S, square_S)
         within = layers.within(start, votes_S.numel())
@@ -70,16 +72,8 @@ class Mask:
         return torch.cat([self(votes_S[p], clients, mean_S[p], squares(p), layer) for layer, p in within])
 
 
-@dataclass(frozen=True)
-class MaskKnobs:
-    """What a mask is made of."""
-
-    tau: float = 0.4
-    sharpness: float = 4.0
-
-
 def quorum(tau: float, clients: int) -> int:
-    """The smallest |votes| that counts as agreement: ceil(tau * clients), with tau read as the fraction it stands for.
+    """Return the smallest |votes| that counts as agreement: ceil(tau * clients), tau read as a fraction.
 
     In floating point 0.1 * 30 is a little over 3 and would ask for 4 votes; as a fraction it is 3.
     """
@@ -87,7 +81,7 @@ def quorum(tau: float, clients: int) -> int:
 
 
 def mean() -> Mask:
-    """1 everywhere: plain weighted averaging."""
+    """Return the mask that is 1 everywhere: plain weighted averaging."""
 
     def mask(votes_S: Tensor, clients: int) -> Tensor:
         return torch.ones(votes_S.shape, device=votes_S.device)
@@ -95,8 +89,8 @@ def mean() -> Mask:
     return Mask(mask)
 
 
-def reached(size_S: Tensor, least: int) -> Tensor:
-    """1 where a whole number is at least `least`, else 0, in the type of the votes.
+def at_least(size_S: Tensor, least: int) -> Tensor:
+    """Return 1 where a whole number is at least `least`, else 0, in the type of the votes.
 
     Arithmetic on the small integers that votes are: a comparison or a selection costs several times as much.
     """
@@ -104,28 +98,28 @@ def reached(size_S: Tensor, least: int) -> Tensor:
 
 
 def gma(tau: float) -> Mask:
-    """1 where A >= tau, A elsewhere: disagreement scales a step down, it never stops it."""
+    """Return the mask 1 where A >= tau, A elsewhere: disagreement scales a step down, it never stops it."""
 
     def mask(votes_S: Tensor, clients: int) -> Tensor:
         size_S = votes_S.abs()
-        full_S = reached(size_S, quorum(tau, clients)).mul_(clients)
+        full_S = at_least(size_S, quorum(tau, clients)).mul_(clients)
         return torch.maximum(size_S, full_S).float().div_(clients)
 
     return Mask(mask)
 
 
 def hard(tau: float) -> Mask:
-    """1 where A >= tau, 0 elsewhere: the AND-mask that the paper compares with."""
+    """Return the mask 1 where A >= tau, 0 elsewhere: the AND-mask that the paper compares with."""
 
     def mask(votes_S: Tensor, clients: int) -> Tensor:
-        return reached(votes_S.abs(), quorum(tau, clients)).float()
+        return at_least(votes_S.abs(), quorum(tau, clients)).float()
 
     return Mask(mask)
 
 
 def sand(tau: float, sharpness: float) -> Mask:
-    """max(0, tanh(sharpness * (A - tau) / r)): nothing up to tau, then the more the clients agree in sign *and in
-    size*, the more is kept, smoothly (after SAND-mask, Shahtalebi et al., 2021).
+    """Return the mask max(0, tanh(sharpness * (A - tau) / r)): nothing up to tau, then the more the clients agree in
+    sign *and in size*, the more is kept, smoothly (after SAND-mask, Shahtalebi et al., 2021).
 
     r = variance / mean square of the clients' deltas, weighted by samples, in [0, 1]: 0 where all moved alike, 1 where
     they cancel out. SAND-mask divides by the variance itself, whose size depends on the learning rate and on the
@@ -153,9 +147,12 @@ MASKS: dict[str, Callable[[MaskKnobs], Mask]] = {
 }
 
 
-def make_mask(name: str, tau: float, sharpness: float = MaskKnobs.sharpness) -> Mask:
-    """The mask of that name, or of that import path; a bare function of votes and clients will do as a mask."""
-    mask = find("mask", name, MASKS, MaskKnobs(tau, sharpness))
+def make_mask(
+    name: str, tau: float = MaskKnobs.tau, sharpness: float = MaskKnobs.sharpness, knobs: MaskKnobs | None = None
+) -> Mask:
+    """Return the mask of that name, or of that import path, which may be a bare function of votes and clients. `knobs`
+    stand for tau, sharpness and those that a plug-in declares."""
+    mask = find("mask", name, MASKS, MaskKnobs(tau, sharpness) if knobs is None else knobs)
     if not callable(mask):
         raise refuse("mask", name, mask, "a Mask, or a function of votes and clients")
     mask = mask if isinstance(mask, Mask) else Mask(mask)
@@ -166,7 +163,7 @@ def make_mask(name: str, tau: float, sharpness: float = MaskKnobs.sharpness) -> 
 
 def try_out(name: str, mask: Mask) -> None:
     """Refuse a mask from outside that does not work, before a run begins: on votes that are mixed and on votes in
-    order, whole and cut into pieces as ranks would have them."""
+    order, whole and cut as ranks would have them."""
     mixed_S = torch.arange(41).mul(7).remainder(9).sub(4).to(torch.int8)
     for votes_S in (mixed_S, mixed_S.sort().values):
         try_votes(name, mask, votes_S, clients=4)

@@ -20,12 +20,12 @@ ALL = SCHEDULES | {"warmup": ("rounds",)}
 
 
 def as_rate(lr: float | Rate) -> Rate:
-    """The rate itself, or the one that is the same in every round."""
+    """Return the rate itself, or the one that is the same in every round."""
     return lr if callable(lr) else lambda t: lr
 
 
 def make_rate(option: str, schedule: str, lr: float, rounds: int) -> Rate:
-    """The learning rate lr under a schedule, over that many rounds in all."""
+    """Return the learning rate lr under a schedule over that many rounds in all."""
     front, plus, back = schedule.partition("+")
     name, numbers = read_spec(option, front, ALL)
     warm, after = 0, front
@@ -45,7 +45,7 @@ def make_rate(option: str, schedule: str, lr: float, rounds: int) -> Rate:
 
 
 def decay(option: str, schedule: str, rounds: int) -> Rate:
-    """The factor of round t = 1 ... rounds of a schedule without its warm-up."""
+    """Return the factor of round t = 1 ... rounds of a schedule without its warm-up."""
     name, numbers = read_spec(option, schedule, SCHEDULES)
     if name == "step":
         every = whole(option, schedule, "step", numbers["rounds"])
@@ -58,19 +58,21 @@ def decay(option: str, schedule: str, rounds: int) -> Rate:
 
 
 def whole(option: str, schedule: str, what: str, number: float) -> int:
+    """Return a number of rounds, refused unless it is whole and positive."""
     if number < 1 or number != int(number):
         raise UserError(f"{option} is '{schedule}'; a {what} takes a whole number of rounds, 1 or more")
     return int(number)
 
 
 def share(option: str, schedule: str, number: float) -> float:
+    """Return a factor, refused unless it lies in [0, 1]."""
     if not 0 <= number <= 1:
         raise UserError(f"{option} is '{schedule}'; its factor must lie in [0, 1]")
     return number
 
 
 def read_spec(option: str, text: str, known: Mapping[str, tuple[str, ...]]) -> tuple[str, dict[str, float]]:
-    """The name and its numbers by the names that `known` gives them; one that ends in '?' may be left out."""
+    """Return the name and its numbers by the names that `known` gives them; one that ends in '?' may be left out."""
     name, colon, rest = text.partition(":")
     if name not in known:
         near = nearest(name, known)
@@ -85,13 +87,13 @@ def read_spec(option: str, text: str, known: Mapping[str, tuple[str, ...]]) -> t
     except ValueError:
         sound = False
     if not sound:
-        numbers_ = ", with numbers" if wanted else ""
-        raise UserError(f"{option} is '{text}'; write it as {form(name, wanted)}{numbers_}")
+        how = ", with numbers" if wanted else ""
+        raise UserError(f"{option} is '{text}'; write it as {form(name, wanted)}{how}")
     return name, dict(zip((w.rstrip("?") for w in wanted), numbers, strict=False))
 
 
 def form(name: str, wanted: tuple[str, ...]) -> str:
-    """How a spec is written: name:first,second[,third]."""
+    """Return how a spec is written: name:first,second[,third]."""
     if not wanted:
         return name
     words = ",".join(w for w in wanted if not w.endswith("?"))

@@ -9,8 +9,9 @@ slice only, and buffers of the model never come here.
 Only operations that round each element by itself are used (no fused multiply-add): an element's bits must not depend
 on where in a slice it lies. On different kinds of processor torch's square root may differ in its last bit.
 
-A rule names its moments with their start values and does one step in place. To add one, write it and give it a row in
-`RULES`, or name it from outside as `package.module:name`: a function of `ServerKnobs`.
+A rule names its moments with their start values and does one step in place. To add one, write it, declare its knobs in
+`plugins/builtin.py` and give it a row in `RULES`, or name it from outside as `package.module:name`: a function of
+`ServerKnobs`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from torch import Tensor
 
 from .errors import UserError, raised, unknown
 from .plugins import find, refuse
-from .schedules import Rate, as_rate
+from .plugins.builtin import VARIANTS, Adaptive, Heavy, ServerKnobs
+
+__all__ = ["RULES", "VARIANTS", "VARIED", "Moments", "ServerKnobs", "ServerRule", "make_server"]
 
 Moments = Mapping[str, Tensor]
 Step = Callable[[Tensor, Tensor, Tensor, Moments, int], None]
@@ -31,48 +34,17 @@ Step = Callable[[Tensor, Tensor, Tensor, Moments, int], None]
 
 @dataclass(frozen=True)
 class ServerRule:
-    """`step(w, d, m, moments, t)` moves w and the moments in place in round t = 1, 2, ...; d and m are its to
-    overwrite."""
+    """A step of the server: `step(w, d, m, moments, t)` moves w and the moments in place in round t = 1, 2, ...; it may
+    overwrite d and m."""
 
     moments: Mapping[str, float]
     step: Step
 
 
-@dataclass(frozen=True)
-class ServerKnobs:
-    """What a rule is made of. b2 and eps are the variant's own where None."""
-
-    lr: float | Rate = 1.0
-    momentum: float = 0.0
-    b1: float = 0.9
-    b2: float | None = None
-    eps: float | None = None
-    variant: str = "reddi"
-
-    def rate(self, t: int) -> float:
-        """The learning rate of round t."""
-        return as_rate(self.lr)(t)
-
-
-@dataclass(frozen=True)
-class Variant:
-    """How an adaptive rule starts and whether it corrects for that start."""
-
-    b2: float
-    eps: float
-    corrected: bool
-
-
-VARIANTS = {
-    "reddi": Variant(b2=0.99, eps=1e-3, corrected=False),  # v starts at eps^2; the papers' choice
-    "torch": Variant(b2=0.999, eps=1e-8, corrected=True),  # v starts at 0; what torch.optim and many systems run
-}
-
-
 VARIED = ("adam", "yogi", "adagrad")  # the rules that have variants
 
 
-def sgd(knobs: ServerKnobs) -> ServerRule:
+def sgd(knobs: Heavy) -> ServerRule:
     """FedAvg: w += lr * m * d. With momentum (FedAvgM): z = momentum * z + d and w += lr * m * z."""
 
     def step(w: Tensor, d: Tensor, m: Tensor, moments: Moments, t: int) -> None:
@@ -86,7 +58,7 @@ def sgd(knobs: ServerKnobs) -> ServerRule:
 
 
 def adaptive(
-    knobs: ServerKnobs, grow: Callable[[Tensor, Tensor, float], object], first_moment: bool = True
+    knobs: Adaptive, grow: Callable[[Tensor, Tensor, float], object], first_moment: bool = True
 ) -> ServerRule:
     """w += lr * m * z / (sqrt(v) + eps), where `grow(v, d^2, b2)` moves v, and z is the running mean of d (or d
     itself)."""
@@ -109,23 +81,23 @@ def adaptive(
     return ServerRule(start | ({"z": 0.0} if first_moment else {}), step)
 
 
-def adam(knobs: ServerKnobs) -> ServerRule:
+def adam(knobs: Adaptive) -> ServerRule:
     """FedAdam: v = b2 v + (1 - b2) d^2."""
     return adaptive(knobs, lambda v, square, b2: v.mul_(b2).add_(square.mul_(1 - b2)))
 
 
-def yogi(knobs: ServerKnobs) -> ServerRule:
+def yogi(knobs: Adaptive) -> ServerRule:
     """FedYogi: v = v - (1 - b2) d^2 sign(v - d^2): v follows d^2 by steps of the size of d^2."""
     return adaptive(knobs, lambda v, square, b2: v.sub_((v - square).sign_().mul_(square).mul_(1 - b2)))
 
 
-def adagrad(knobs: ServerKnobs) -> ServerRule:
+def adagrad(knobs: Adaptive) -> ServerRule:
     """FedAdagrad: v = v + d^2, no first moment."""
     return adaptive(knobs, lambda v, square, b2: v.add_(square), first_moment=False)
 
 
 def masked_moments(rule: ServerRule) -> ServerRule:
-    """The same rule on the masked mean: what disagreed never enters the moments."""
+    """Return the same rule on the masked mean: what disagreed never enters the moments."""
 
     def step(w: Tensor, d: Tensor, m: Tensor, moments: Moments, t: int) -> None:
         rule.step(w, d.mul_(m), torch.ones_like(m), moments, t)
@@ -137,7 +109,8 @@ RULES: dict[str, Callable[[ServerKnobs], ServerRule]] = {"sgd": sgd, "adam": ada
 
 
 def make_server(name: str, knobs: ServerKnobs, mask_moments: bool = False) -> ServerRule:
-    """The server rule of that name, or of that import path."""
+    """Return the server rule of that name, or of that import path; it masks the moments where the knobs or the last
+    argument say so."""
     if knobs.variant not in VARIANTS:
         raise unknown("server variant", knobs.variant, VARIANTS)
     rule = find("server rule", name, RULES, knobs)
@@ -145,7 +118,7 @@ def make_server(name: str, knobs: ServerKnobs, mask_moments: bool = False) -> Se
         raise refuse("server rule", name, rule, "a ServerRule")
     if name not in RULES:
         try_out(name, rule)
-    return masked_moments(rule) if mask_moments else rule
+    return masked_moments(rule) if mask_moments or knobs.mask_moments else rule
 
 
 def try_out(name: str, rule: ServerRule) -> None:
@@ -175,4 +148,4 @@ def try_out(name: str, rule: ServerRule) -> None:
             f"server rule '{name}' raised {raised(error)} in a step on six elements"
         ) from error
     if not torch.equal(whole, parts):
-        raise UserError(f"server rule '{name}' is not elementwise: each rank has a piece of the model and no more")
+        raise UserError(f"server rule '{name}' is not elementwise: each rank has a slice of the model and no more")

@@ -40,7 +40,7 @@ SERVERS = {"fedgma2021": Server(lr=0.1), "uga": Server(lr=0.1), "fedmeta-uga": S
 
 def ask(algorithm: str, mask: str = "gma", rounds: int = ROUNDS, **changes: Any) -> Prepared:
     """An algorithm on the small federation, by a configuration as a user writes it."""
-    meta = Meta(size=HELD_OUT, batch=4) if ALGORITHMS[algorithm].meta_size else Meta()
+    meta = Meta(size=HELD_OUT, batch=4) if ALGORITHMS[algorithm].defaults.get("meta.size") else Meta()
     server, tau = SERVERS.get(algorithm, Server()), None if algorithm == "fedgma2021" else TAU  # it has its own
     cfg = Config(algorithm, mask, tau, sharpness=1.0, rounds=rounds, seed=11, local=LOCAL, server=server, meta=meta)
     return prepare(replace(cfg, **changes))

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from ..plugins.builtin import VARIANTS
 from ..plugins.knobs import knobs
 from ..runs.config import Config, renamed
 from ..runs.folder import CONFIG
@@ -16,8 +17,6 @@ DEFAULTS = {name: value for name, value in knobs(Config()).items() if not datacl
 BEFORE: dict[str, Any] = {"local.clip": 0.0, "local.clip_update": 0.0}
 BEFORE |= {"meta.size": 0, "meta.lr": 0.0, "meta.share": False}
 """the behaviour of versions without these knobs; null, today's default, means 'the algorithm's own'"""
-VARIANTS = {"reddi": {"server.b2": 0.99, "server.eps": 1e-3}, "torch": {"server.b2": 0.999, "server.eps": 1e-8}}
-"""the meaning of null in the first versions, by server.variant; here, so that torch is not imported for it"""
 NEEDED: dict[str, type | tuple[type, ...]] = {
     "algorithm": str,
     "mask": str,
@@ -47,8 +46,9 @@ def flat(tree: Any) -> dict[str, Any]:
         if not all(one is None or isinstance(one, str | int | float) for one in each(value)):
             raise ValueError(f"'{name}' in {CONFIG} is not a knob's value")
     whole = {str(name): value for name, value in (DEFAULTS | BEFORE | found).items()}
-    filled = VARIANTS.get(whole["server.variant"], {}).items()
-    return whole | {name: value for name, value in filled if whole[name] is None}
+    variant = VARIANTS.get(whole["server.variant"])  # what null stood for in the first versions
+    filled = {"server.b2": variant.b2, "server.eps": variant.eps} if variant else {}
+    return whole | {name: value for name, value in filled.items() if whole[name] is None}
 
 
 def each(value: Any) -> list[Any]:

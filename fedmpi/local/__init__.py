@@ -1,8 +1,8 @@
 """What a client does: rules that turn a `Job` into a `LocalResult`.
 
 A rule knows no model, no device, no launcher and no configuration object: it sees vectors, batches and a gradient, so
-it can be tested on a parabola. To add one, write a file here and give it a row in `RULES`, or name it from outside as
-`package.module:name`: a function of `LocalKnobs`.
+it can be tested on a parabola. To add one, write a file here, declare its knobs in `plugins/builtin.py` and give it a
+row in `RULES`, or name it from outside as `package.module:name`: a function of `LocalKnobs`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from ..plugins import find, refuse
+from ..plugins.builtin import LocalKnobs
 from .descent import Descent, clipping, whole_gradient
 from .fedgma2021 import fedgma2021
-from .job import Channel, Job, LocalKnobs, LocalResult, LocalRule
+from .job import Channel, Job, LocalResult, LocalRule
 from .nova import nova
 from .prox import prox
 from .scaffold import scaffold
@@ -49,7 +50,7 @@ RULES: Mapping[str, Callable[[LocalKnobs], LocalRule]] = {
 
 
 def make_local(name: str, knobs: LocalKnobs) -> LocalRule:
-    """The local rule of that name, or of that import path; a bare function of a job will do as a rule."""
+    """Return the local rule of that name, or of that import path, which may be a bare function of a job."""
     rule = find("local rule", name, RULES, knobs)
     if not callable(rule):
         raise refuse("local rule", name, rule, "a LocalRule, or a function of a job")
@@ -58,7 +59,7 @@ def make_local(name: str, knobs: LocalKnobs) -> LocalRule:
 
 
 def bounded(rule: LocalRule, most: float) -> LocalRule:
-    """The same rule, but that a delta longer than `most` is shortened to it."""
+    """Return the same rule with deltas clipped to the norm `most`."""
 
     def run(job: Job) -> LocalResult:
         result = rule(job)

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..plugins.builtin import Sgd
 from ..schedules import Rate, as_rate
-from .job import Job, LocalKnobs
+from .job import Job
 
 Pull = Callable[[Tensor, Tensor], object]
 """(g_P, x_P): changes the gradient g_P in place before the step from x_P"""
@@ -32,16 +33,17 @@ class Descent:
     clip: float | None = None
 
     @classmethod
-    def of(cls, knobs: LocalKnobs) -> Descent:
+    def of(cls, knobs: Sgd) -> Descent:
+        """Return the descent of a rule with these knobs."""
         return cls(knobs.lr, knobs.momentum, knobs.weight_decay, knobs.clip)
 
     def rate(self, job: Job) -> float:
-        """The learning rate of the job's round."""
+        """Return the learning rate of the job's round."""
         return as_rate(self.lr)(job.round)
 
     def run(self, job: Job, pull: Pull | None = None) -> Stepped:
-        """Train `job.x_P` over the job's batches. The momentum is in `job.delta_P` meanwhile: fresh memory, of a large
-        model, takes longer than a step's arithmetic on it."""
+        """Train `job.x_P` over the job's batches. The momentum is in `job.delta_P` meanwhile: page faults on fresh
+        memory of a large model cost more than a step's arithmetic on it."""
         lr, v_P, g_P, steps = self.rate(job), None, None, 0
         for batch in job.batches():
             g_P = self.gradient(job, batch, pull)
@@ -52,20 +54,20 @@ class Descent:
         return Stepped(steps, g_P)
 
     def step(self, job: Job, batch: Any, v_P: Tensor, lr: float) -> None:
-        """One step of `job.x_P` and the momentum v_P, in place. (torch's fused step is one pass over memory and takes
-        no less time than these two.)"""
+        """Take one step of `job.x_P` and the momentum v_P, in place. (torch's fused step is one pass over memory and
+        takes no less time than these two.)"""
         torch.add(self.gradient(job, batch), v_P, alpha=self.momentum, out=v_P)
         job.x_P.sub_(v_P, alpha=lr)
 
     def gradient(self, job: Job, batch: Any, pull: Pull | None = None) -> Tensor:
-        """The gradient at `job.x_P` as a step uses it."""
+        """Return the gradient at `job.x_P` as a step uses it."""
         g_P = self.shape(job.grad(job.x_P, batch), job.x_P)
         if pull is not None:
             pull(g_P, job.x_P)
         return g_P
 
     def shape(self, g_P: Tensor, x_P: Tensor) -> Tensor:
-        """The gradient, clipped to norm `clip` and with the weight decay in it, in place."""
+        """Clip the gradient to norm `clip` and add the weight decay, in place."""
         if self.clip is not None:
             g_P.mul_(clipping(g_P, self.clip))
         if self.weight_decay:
@@ -73,9 +75,9 @@ class Descent:
         return g_P
 
     def weight(self, steps: int) -> float:
-        """How many plain gradients that many steps add up to, |a|_1 of FedNova: x_K - x_0 = -lr * sum a_k g_k.
+        """Return how many plain gradients that many steps add up to, |a|_1 of FedNova: x_K - x_0 = -lr * sum a_k g_k.
 
-        A gradient goes on moving x by way of the momentum: the last one counts 1, the one before 1 + rho, and so on.
+        A gradient keeps moving x through the momentum: the last one counts 1, the one before 1 + rho, and so on.
         """
         rho = self.momentum
         if not rho:
@@ -85,22 +87,22 @@ class Descent:
 
 @dataclass(frozen=True)
 class Stepped:
-    """What a descent leaves behind besides x_P: the number of steps, and the gradient of the last one as it was
-    used, which is valid until the next call of `grad`."""
+    """What a descent returns besides x_P: the number of steps, and the gradient of the last one as it was used, which
+    is valid until the next call of `grad`."""
 
     steps: int
     last_P: Tensor | None
 
 
 def clipping(g_P: Tensor, most: float) -> Tensor:
-    """The factor, at most 1, that brings a gradient's norm down to `most`. A tensor: nothing waits for a GPU."""
+    """Return the factor, at most 1, that brings a gradient's norm down to `most`. A tensor: nothing waits for a GPU."""
     factor: Tensor = most / torch.linalg.vector_norm(g_P).clamp_min(1e-30)
     return factor.clamp_max(1.0)
 
 
 def whole_gradient(job: Job, x_P: Tensor, counted: bool = False) -> Tensor:
-    """The gradient of the client's whole loss at x_P, in memory of its own. Unless it is `counted` as training it
-    leaves no trace in buffers and loss."""
+    """Return the gradient of the client's whole loss at x_P, in memory of its own. Unless it is `counted` as training
+    it leaves no trace in buffers and loss."""
     total_P = torch.zeros_like(x_P)
     with nullcontext() if counted else job.without_side_effects():
         for batch, share in job.everything():

@@ -1,11 +1,11 @@
 """FedGMA as first published (Tenison et al., ICLR 2021 workshop, algorithm 1): parameters are averaged as in FedAvg,
-and beside them travels a gradient, whose masked mean is one more step of the server's:
+and next to them travels a gradient, whose masked mean is one more step of the server's:
 
     w = sum p_n w_n - eta_s * mask * sum p_n g_n
 
 Here the gradient takes the place of the delta (delta_n = -g_n: voted on, masked, moved by the server's rule), and w_n
 goes through a channel of its own, averaged and never masked. The paper's mask is `and` with p = 0.8, read as its
-formula p * clients <= |votes|. Which gradient it is, algorithm 1 and the text tell differently: that of the last step,
+formula p * clients <= |votes|. Algorithm 1 and the text differ on which gradient it is: that of the last step,
 or that of the client's loss at the initial parameters. The weights in its lines 7 and 8 are garbled; they are p_n here.
 """
 
@@ -14,10 +14,9 @@ from __future__ import annotations
 import torch
 
 from ..errors import unknown
+from ..plugins.builtin import GRADIENTS
 from .descent import Descent, whole_gradient
 from .job import Channel, Job, LocalResult, LocalRule
-
-GRADIENTS = ("last", "initial")
 
 
 def fedgma2021(descent: Descent, gradient: str = "last") -> LocalRule:

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ..errors import UserError, unknown
-from ..schedules import Rate, as_rate
 
 
 class Job(Protocol):
@@ -34,18 +33,18 @@ class Job(Protocol):
     """what this client kept of its last round (zeros before its first), to be read only"""
 
     def batches(self, leave: int = 0) -> Iterable[Any]:
-        """This client's batches of this round, in an order that depends on (seed, round, client) alone; `leave`
+        """Return this client's batches of this round, in an order that depends on (seed, round, client) alone; `leave`
         epochs at the end are left out."""
 
     def everything(self) -> Iterable[tuple[Any, float]]:
-        """Batches that hold every sample of the client once, each with its share of them."""
+        """Return batches that hold every sample of the client once, each with its share of them."""
 
     def grad(self, x_P: Tensor, batch: Any) -> Tensor:
-        """The gradient of the batch's mean loss at x_P; the caller's to overwrite, and valid until the next call."""
+        """Return the gradient of the batch's mean loss at x_P; may be overwritten, valid until the next call."""
 
     def linearise(self, batch: Any) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """The gradient at `self.x_P` as it is now, and the function v -> H v with the second derivative H of the
-        batch's loss there, which is valid until x_P moves. What they return is the caller's to overwrite."""
+        """Return the gradient at `self.x_P` as it is now, and the function v -> H v with the second derivative H of the
+        batch's loss there, which is valid until x_P moves. The caller may overwrite what they return."""
 
     def without_side_effects(self) -> AbstractContextManager[None]:
         """Restore the model's buffers and the reported loss after a `with` block: for auxiliary gradients."""
@@ -66,7 +65,7 @@ class LocalResult:
 
 @dataclass(frozen=True)
 class Channel:
-    """A further vector that every client sends beside its delta: summed exactly, never masked.
+    """A further vector that every client sends next to its delta: summed exactly, never masked.
 
     to = model   its mean, weighted by samples, is added to the model.
     to = shared  its sum over the cohort, divided by the number of all clients, is added to a vector of that name
@@ -87,7 +86,7 @@ class LocalRule:
 
     run: Callable[[Job], LocalResult]
     sends: tuple[Channel, ...] = ()
-    """the channels beside the delta"""
+    """the channels next to the delta"""
     keeps: tuple[str, ...] = ()
     """the vectors a client keeps from one of its rounds to the next, on its home rank"""
     normalised: bool = False
@@ -108,21 +107,3 @@ class LocalRule:
 
     def __call__(self, job: Job) -> LocalResult:
         return self.run(job)
-
-
-@dataclass(frozen=True)
-class LocalKnobs:
-    """What a local rule is made of."""
-
-    lr: float | Rate = 0.01
-    momentum: float = 0.9
-    weight_decay: float = 0.0
-    clip: float | None = None
-    clip_update: float | None = None
-    mu: float = 0.01
-    option: str = "II"
-    gradient: str = "last"
-
-    def rate(self, round: int) -> float:
-        """The learning rate of a round."""
-        return as_rate(self.lr)(round)

@@ -3,8 +3,8 @@
 A client gets a row when it has first taken part; clients that never did cost nothing. What is kept in a round is
 staged in spare rows and takes its place when the round is done, so a round that fails changes nothing. Rows live in
 memory up to a limit and beyond it in files that are mapped into memory: 500 clients of a ResNet-18 are 22 GB. The
-files are unlinked as soon as they are mapped, so a run that ends, however it ends, leaves none behind; what outlives
-it is in its checkpoints.
+files are unlinked as soon as they are mapped, so a run that ends, however it ends, leaves none; its checkpoints hold
+what is kept.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ class Memory:
         self.waiting: list[Tensor] = []
         """rows that have been replaced while somebody reads them"""
         self.in_memory = self.on_disk = 0
-        """bytes of the rows that there are, of clients and spare ones"""
+        """bytes of all rows, of clients and spare ones"""
 
     def __len__(self) -> int:
-        """How many clients have kept something."""
+        """Return how many clients have kept something."""
         return len(self.rows)
 
     def __iter__(self) -> Iterator[int]:
         return iter(sorted(self.rows))
 
     def read(self, cid: int) -> dict[str, Tensor]:
-        """What a client kept, to be read only and valid until the next `commit`."""
+        """Return what a client kept: read only, and valid until the next `commit`."""
         row = self.rows.get(cid)
         return self._by_name(torch.zeros(len(self.names) * self.length) if row is None else row)
 
     def stage(self, cid: int, values: Mapping[str, Tensor]) -> None:
-        """Keep a client's vectors aside, to take the place of those it kept before."""
+        """Stage a client's vectors, to replace those it kept before."""
         if set(values) != set(self.names):
             raise ValueError(f"client {cid} keeps {sorted(values)}, but its rule declares {sorted(self.names)}")
         if not self.names:
@@ -65,7 +65,7 @@ class Memory:
             vector.copy_(values[name])
 
     def commit(self) -> None:
-        """Let everything that was staged take its place."""
+        """Replace what was kept by everything that was staged."""
         for cid in self.staged.keys() & self.rows.keys():
             row = self.rows[cid]
             (self.waiting if self.pinned and id(row) in self.pinned else self.spare).append(row)
@@ -74,24 +74,24 @@ class Memory:
         self.staged = {}
 
     def discard(self) -> None:
-        """Forget what was staged, by a round that failed."""
+        """Drop what a failed round staged."""
         self.spare += self.staged.values()
         self.staged = {}
 
     def pin(self, also: set[int]) -> dict[int, Tensor]:
-        """The rows that have changed since the last time, and those of the clients `also`: left as they are until
-        `unpin`, so that a thread may read them while the next rounds go on."""
+        """Return the rows that have changed since the last time, and those of the clients `also`: left unchanged until
+        `unpin`, so that a thread may read them during the next rounds."""
         rows = {cid: self.rows[cid] for cid in sorted(self.changed | also)}
         self.changed, self.pinned = set(), {id(row) for row in rows.values()}
         return rows
 
     def unpin(self) -> None:
-        """Nobody reads the pinned rows any more."""
+        """Release the pinned rows."""
         self.spare += self.waiting
         self.waiting, self.pinned = [], None
 
     def restore(self, cid: int, row: Tensor) -> None:
-        """Let a client have a row that was saved."""
+        """Give a client a row that was saved."""
         if cid not in self.rows:
             self.rows[cid] = self.spare.pop() if self.spare else self._new_row()
         self.rows[cid].copy_(row)
@@ -109,8 +109,8 @@ class Memory:
         return self.spare.pop()
 
     def _new_block(self, elements: int) -> list[Tensor]:
-        """Rows in a file of their own. Its space is claimed at once: writing to a mapping on a full disk would kill
-        the process. It is mapped by torch, which keeps no descriptor open."""
+        """Return rows in a file of their own. Its space is allocated at once: writing to a mapping on a full disk would
+        kill the process. It is mapped by torch, which keeps no descriptor open."""
         count = max(BLOCK_BYTES // (4 * elements), 1)
         where = self.folder or Path(tempfile.gettempdir())
         try:
@@ -123,7 +123,7 @@ class Memory:
                 os.unlink(name)
         except OSError as error:
             raise RunError(
-                f"clients' memories need {count * 4 * elements / 1e6:.3g} MB more in {where}, which cannot be had "
+                f"clients' memories need {count * 4 * elements / 1e6:.3g} MB more in {where}, which failed "
                 f"({error.strerror}); name another --memory.folder, or raise --memory.limit"
             ) from None
         self.on_disk += count * 4 * elements

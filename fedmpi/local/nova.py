@@ -18,7 +18,7 @@ from .job import Job, LocalResult, LocalRule
 
 
 def nova(descent: Descent) -> LocalRule:
-    """SGD whose delta is divided by its momentum-weighted number of steps."""
+    """Return SGD whose delta is divided by its momentum-weighted number of steps."""
 
     def run(job: Job) -> LocalResult:
         weight = descent.weight(descent.run(job).steps)

@@ -11,7 +11,7 @@ from .job import Job, LocalResult, LocalRule
 
 
 def prox(descent: Descent, mu: float) -> LocalRule:
-    """SGD whose gradient gains mu * (x - w); mu = 0 is SGD, bit for bit."""
+    """Return SGD whose gradient gains mu * (x - w); mu = 0 is SGD, bit for bit."""
 
     def run(job: Job) -> LocalResult:
         def pull(g_P: Tensor, x_P: Tensor) -> None:

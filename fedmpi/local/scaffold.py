@@ -21,14 +21,13 @@ import torch
 from torch import Tensor
 
 from ..errors import unknown
+from ..plugins.builtin import OPTIONS
 from .descent import Descent, whole_gradient
 from .job import Channel, Job, LocalResult, LocalRule
 
-OPTIONS = ("I", "II")
-
 
 def scaffold(descent: Descent, option: str = "II") -> LocalRule:
-    """SGD corrected by control variates."""
+    """Return SGD corrected by control variates."""
     if option not in OPTIONS:
         raise unknown("--local.option", option, OPTIONS)
 

@@ -10,7 +10,7 @@ from .job import Job, LocalResult, LocalRule
 
 
 def sgd(lr: float | Rate, momentum: float = 0.0, weight_decay: float = 0.0, clip: float | None = None) -> LocalRule:
-    """SGD with momentum rho (zero at the start of every round), weight decay and clipped gradients."""
+    """Return SGD with momentum (zero at the start of every round), weight decay and clipped gradients."""
     descent = Descent(lr, momentum, weight_decay, clip)
 
     def run(job: Job) -> LocalResult:

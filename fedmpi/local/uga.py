@@ -36,7 +36,7 @@ TRACE_BYTES = 256 << 20
 
 
 def uga(descent: Descent, trace_bytes: int = TRACE_BYTES) -> LocalRule:
-    """The gradient of the client's loss after its steps, with respect to where they began."""
+    """Return a rule that sends the gradient of the client's loss after its steps, with respect to their start."""
 
     def run(job: Job) -> LocalResult:
         trace = Trace(descent, job, trace_bytes)
@@ -50,7 +50,7 @@ def uga(descent: Descent, trace_bytes: int = TRACE_BYTES) -> LocalRule:
 
 
 class Trace:
-    """The steps of one client, so that they can be gone back.
+    """The steps of one client, kept so that they can be differentiated backwards.
 
     They are cut into segments; (x, v) is kept at the beginning of each, and the points of one segment at a time.
     """
@@ -78,7 +78,7 @@ class Trace:
             self.descent.step(self.job, batch, v_P, self.lr)
 
     def backward(self, a_P: Tensor) -> Tensor:
-        """From the derivative with respect to the end of the steps to that with respect to their beginning, in
+        """Turn the derivative with respect to the end of the steps into that with respect to their beginning, in
         place."""
         b_P = torch.zeros_like(a_P)
         for number in reversed(range(len(self.begins))):
@@ -103,7 +103,7 @@ class Trace:
 
 
 def unclip(g_P: Tensor, u_P: Tensor, most: float | None) -> Tensor:
-    """The transposed derivative of clipping the gradient g to a norm, applied to u."""
+    """Return the transposed derivative of clipping the gradient g to a norm, applied to u."""
     if most is None:
         return u_P
     size = torch.linalg.vector_norm(g_P)

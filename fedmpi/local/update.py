@@ -1,4 +1,4 @@
-"""What a client brings back from a round."""
+"""What a client delivers in a round."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """A user's own rules and masks: `package.module:name` wherever the name of a rule, a mask or an algorithm stands.
 
-What is named is a function of the knobs that returns the rule, as the rows of our own tables are. The folder in which
-the command was started is looked into last, so a file `mine.py` there is `mine`.
+What is named is a function of the knobs that returns the rule, as the rows of our own tables are. Its first parameter's
+annotation may be a class of knobs of its own. The folder in which the command was started is searched last, so a file
+`mine.py` there is `mine`.
 """
 
 from __future__ import annotations
@@ -11,22 +12,23 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import is_dataclass
+from typing import Any, TypeVar, get_type_hints
 
 from ..errors import UserError, nearest, one_line, raised, unknown
 
+T = TypeVar("T")
+
 
 def find(kind: str, name: str, table: Mapping[str, Any], knobs: Any) -> Any:
-    """What the row of that name, or the function at that import path, makes of the knobs."""
+    """Return what the row of that name, or the function at that import path, makes of the knobs."""
     if ":" not in name:
         if name not in table:
             raise unknown(kind, name, table, own=True)
         return table[name](knobs)
-    make = import_path(kind, name)
-    if not callable(make):
-        raise UserError(f"{kind} '{name}' is {type(make).__name__}; it must be a function of the knobs")
+    make, wanted = find_outside(kind, name, type(knobs))
     try:
-        made = make(knobs)
+        made = make(knobs if isinstance(knobs, wanted) else wanted(**vars(knobs)))
     except UserError:
         raise
     except (Exception, SystemExit) as error:
@@ -37,15 +39,37 @@ def find(kind: str, name: str, table: Mapping[str, Any], knobs: Any) -> Any:
     return made
 
 
+def find_outside(kind: str, path: str, base: type[T]) -> tuple[Callable[..., Any], type[T]]:
+    """Return the function at an import path and the class of knobs that it takes: that of its first parameter's
+    annotation where this extends `base`, else `base` itself."""
+    make = import_path(kind, path)
+    if not callable(make):
+        raise UserError(f"{kind} '{path}' is {type(make).__name__}; it must be a function of the knobs")
+    try:
+        first = next(iter(inspect.signature(make).parameters), "")
+        takes = inspect.getattr_static(make, "__init__") if isinstance(make, type) else make
+        wanted: object = get_type_hints(takes).get(first)
+    except (TypeError, ValueError, NameError, AttributeError):  # annotations that cannot be read are none
+        return make, base
+    if not isinstance(wanted, type) or not is_dataclass(wanted) or issubclass(base, wanted):
+        return make, base
+    if not issubclass(wanted, base):
+        raise UserError(
+            f"{kind} '{path}' takes a {wanted.__name__}, which does not extend {base.__name__}; see "
+            "docs/own-algorithm.md for knobs of its own"
+        )
+    return make, wanted
+
+
 def refuse(kind: str, name: str, made: Any, valid: str) -> UserError:
-    """The error for a function of the knobs that returns something else than it should."""
+    """Return the error for a function of the knobs that returns something else than it should."""
     return UserError(
         f"{kind} '{name}' returned {type(made).__name__}; it must return {valid}: see docs/own-algorithm.md"
     )
 
 
 def import_path(kind: str, path: str) -> Any:
-    """What `package.module:name` names; a `UserError` tells which part of it is not there."""
+    """Return what `package.module:name` names; a `UserError` says which part of it does not exist."""
     module_name, _, attribute = path.partition(":")
     if not module_name or not attribute or "/" in path or module_name.endswith(".py"):
         raise UserError(f"{kind} '{path}' is no import path; write package.module:name, with dots and without .py")
@@ -75,7 +99,7 @@ def import_path(kind: str, path: str) -> Any:
 
 
 def call_with(kind: str, name: str, make: Callable[..., Any], offers: Mapping[str, Any]) -> Any:
-    """What a function makes of those of the offers that its parameters name. Parameters with a default may be called
+    """Call a function with those of the offers that its parameters name. Parameters with a default may be called
     anything; others must be among the offers."""
     if not callable(make):
         raise UserError(f"{kind} '{name}' is {type(make).__name__}; it must be a function or a class")

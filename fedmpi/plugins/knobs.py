@@ -1,55 +1,206 @@
-"""Knobs: fields of frozen dataclasses with bounds next to their defaults, declared beside the code that reads them."""
+"""Knobs: fields of frozen dataclasses that carry their bounds and choices next to their defaults.
+
+A rule's knobs are declared once (`builtin.py`, or a plug-in's module); `option_field` turns such a field into the field
+of the configuration that a user sets, `handed_over` turns the configured values back into the rule's knobs.
+"""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
 import math
-from dataclasses import field
+import textwrap
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, field, fields, is_dataclass, make_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
 
-from ..errors import UserError
+from ..errors import UserError, unknown
 
+T = TypeVar("T")
 MOST = 3e38  # what float32 holds
 
 
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """The interval that a number must lie in; `open_low` and `open_high` leave the bound itself out."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    open_low: bool = False
+    open_high: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        inside = self.low <= value <= self.high
+        return inside and not (self.open_low and value == self.low) and not (self.open_high and value == self.high)
+
+    def __str__(self) -> str:
+        least, most = (f"{bound:.0f}" if float(bound).is_integer() else f"{bound:g}" for bound in (self.low, self.high))
+        if self.low == -math.inf:
+            return "a finite number" if self.high == math.inf else f"{'below' if self.open_high else 'at most'} {most}"
+        if self.high == math.inf:
+            return f"above {least}" if self.open_low else f"at least {least}"
+        return f"in {'(' if self.open_low else '['}{least}, {most}{')' if self.open_high else ']'}"
+
+
 def knob(
-    default: Any, low: float = -math.inf, high: float = math.inf, open_low: bool = False, open_high: bool = False
+    default: Any,
+    low: float = -math.inf,
+    high: float = math.inf,
+    open_low: bool = False,
+    open_high: bool = False,
+    choices: Iterable[str] = (),
+    by_row: bool = False,
+    none: Any = None,
+    otherwise: Any = None,
 ) -> Any:
-    """A field with bounds; `open_low` and `open_high` leave the bound itself out."""
-    return field(default=default, metadata={"low": low, "high": high, "open_low": open_low, "open_high": open_high})
+    """Return a field with bounds, or with the words to choose from.
+
+    The rest is for built-in knobs that a named algorithm may have defaults for. `by_row`: the option is null unless
+    given, and falls back on the algorithm's row, then on this default. `none`: how a None is then written in a
+    configuration. `otherwise`: what fields of the configuration itself, whose default is null, fall back on.
+    """
+    bounds = Bounds(low, high, open_low, open_high)
+    metadata = {"bounds": bounds, "choices": tuple(choices), "by_row": by_row, "none": none, "otherwise": otherwise}
+    return field(default=default, metadata=metadata)
 
 
 def knobs(part: Any, prefix: str = "") -> dict[str, Any]:
-    """Every knob of a dataclass of the configuration by its dotted name, and the groups among them."""
+    """Return every knob of a dataclass of the configuration by its dotted name, and the groups among them."""
     out: dict[str, Any] = {}
-    for f in dataclasses.fields(part):
+    for f in fields(part):
         name, value = f"{prefix}{f.name}", getattr(part, f.name)
-        out |= {name: value} | (knobs(value, f"{name}.") if dataclasses.is_dataclass(value) else {})
+        out |= {name: value} | (knobs(value, f"{name}.") if is_dataclass(value) else {})
     return out
+
+
+def fallbacks(part: Any, prefix: str = "") -> dict[str, Any]:
+    """Return what the knobs that an algorithm's row fills in fall back on, by their dotted names."""
+    out: dict[str, Any] = {}
+    for f in fields(part):
+        value, otherwise = getattr(part, f.name), f.metadata.get("otherwise")
+        if is_dataclass(value):
+            out |= fallbacks(value, f"{prefix}{f.name}.")
+        elif otherwise is not None:
+            out[f"{prefix}{f.name}"] = otherwise
+    return out
+
+
+def with_values(part: Any, values: Mapping[str, Any]) -> Any:
+    """Return a configuration, or a group of it, with these values by their dotted names."""
+    own: dict[str, Any] = {}
+    groups: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        group, dot, inner = name.partition(".")
+        if dot:
+            groups.setdefault(group, {})[inner] = value
+        else:
+            own[name] = value
+    own |= {group: with_values(getattr(part, group), inner) for group, inner in groups.items()}
+    return dataclasses.replace(part, **own)
+
+
+def option(name: str, kind: Any, default: Any, metadata: Mapping[str, Any]) -> tuple[str, Any, Any]:
+    """Return the field of the configuration for a knob that a rule declares, as `make_dataclass` takes it."""
+    if not metadata.get("by_row"):
+        return name, kind, field(default=default, metadata=metadata)
+    otherwise = metadata["none"] if default is None else default
+    return name, "float | None", field(default=None, metadata={**metadata, "otherwise": otherwise})
+
+
+def options(name: str, declared: type, run: type | None = None) -> Any:
+    """Return a group of options, a frozen dataclass: the knobs that rules declare and, before them, those of the run
+    and the learning rate."""
+    rules, own = (
+        {f.name: option(f.name, f.type, f.default, f.metadata) for f in (fields(part) if part else ())}
+        for part in (declared, run)
+    )
+    first = {"rule": own["rule"], "lr": rules["lr"]} if run else {}
+    space = {"__module__": CONFIG, "__doc__": (run or declared).__doc__, "documented": (declared, run or declared)}
+    return make_dataclass(name, (first | own | rules).values(), frozen=True, namespace=space)
+
+
+def extended(group: type, declared: type, base: type) -> Any:
+    """Return a group of options with the knobs that a plug-in's class declares beyond those of the built-in `base`; one
+    of those that it declares anew has the plug-in's default and bounds."""
+    kinds, known = get_type_hints(declared), {f.name: f for f in fields(base)}
+    more = []
+    for f in fields(declared):
+        if known.get(f.name) is f:
+            continue
+        if f.default is MISSING:
+            raise UserError(f"knob '{f.name}' of {declared.__name__} has no default; give it one: knob(0.5, low=0)")
+        if f.name not in known and hasattr(group, f.name):
+            raise UserError(f"knob '{f.name}' of {declared.__name__} is an option of every run; give it another name")
+        metadata = dict(f.metadata)
+        if f.name in known:
+            usual = known[f.name].metadata
+            metadata = {**usual, **f.metadata, "by_row": usual.get("by_row"), "none": usual.get("none")}
+        more.append(option(f.name, kinds[f.name], f.default, metadata))
+    sources = (declared, *getattr(group, "documented", ()))
+    space = {"__module__": CONFIG, "__doc__": group.__doc__, "documented": sources}
+    return make_dataclass(group.__name__, more, bases=(group,), frozen=True, namespace=space)
+
+
+CONFIG = "fedmpi.runs.config"  # the module of the options
+
+
+def handed_over(declared: type[T], *groups: Any, **values: Any) -> T:
+    """Return the knobs that a rule declares, with what the groups of the configuration say and these values."""
+    kind: Any = declared
+    wanted = {f.name for f in fields(kind)} - values.keys()
+    for group in groups:
+        for f in fields(group):
+            if f.name in wanted:
+                value, none = getattr(group, f.name), f.metadata.get("none")
+                values[f.name] = None if none is not None and value == none else value
+    return declared(**values)
+
+
+def help_texts(declared: type) -> dict[str, str]:
+    """Return the strings that stand under the fields of a class in its source."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(declared)))
+    except (OSError, TypeError, SyntaxError):  # built-in, or typed into a prompt
+        return {}
+    body = next((one.body for one in tree.body if isinstance(one, ast.ClassDef)), [])
+    found = {}
+    for one, text in zip(body, body[1:], strict=False):
+        if isinstance(one, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+            found[ast.unparse(one.target)] = " ".join(str(text.value.value).split())
+    return found
 
 
 def check_bounds(part: Any, prefix: str) -> None:
     """Check the bounds of every field of a dataclass and of those inside it."""
-    for f in dataclasses.fields(part):
-        value = getattr(part, f.name)
-        if dataclasses.is_dataclass(value):
+    for f in fields(part):
+        name, value = f"--{prefix}{f.name}", getattr(part, f.name)
+        if is_dataclass(value):
             check_bounds(value, f"{prefix}{f.name}.")
-        elif value is None and "None" not in str(f.type):
-            raise UserError(f"--{prefix}{f.name} is null; it must have a value, and {f.default} is the default")
+        elif value is None:
+            if not any(word in str(f.type) for word in ("None", "Optional")):
+                raise UserError(f"{name} is null; it must have a value, and {f.default} is the default")
         elif isinstance(value, str):
-            check_word(f"--{prefix}{f.name}", value)
-        elif "low" in f.metadata and value is not None:
-            if abs(value) == math.inf:
-                raise UserError(f"--{prefix}{f.name} is {value}; it must be a finite number")
-            if abs(value) > MOST:
-                raise UserError(f"--{prefix}{f.name} is {value}; it must be at most {MOST:g}")
-            if not within(value, **f.metadata):
-                raise UserError(f"--{prefix}{f.name} is {value}; it must be {interval(**f.metadata)}")
+            check_word(name, value, f.metadata.get("choices"))
+        elif "bounds" in f.metadata:
+            check_number(name, value, f.metadata["bounds"])
 
 
-def check_word(option: str, word: str) -> None:
-    """Refuse what can be neither a name nor a path."""
+def check_number(option: str, value: float, bounds: Bounds) -> None:
+    """Refuse a number that is infinite, too large for float32 or out of its bounds."""
+    if math.isinf(value):
+        raise UserError(f"{option} is {value}; it must be a finite number")
+    if abs(value) > MOST:
+        raise UserError(f"{option} is {value}; it must be at most {MOST:g}")
+    if value not in bounds:
+        raise UserError(f"{option} is {value}; it must be {bounds}")
+
+
+def check_word(option: str, word: str, choices: Iterable[str] | None = None) -> None:
+    """Refuse what is not among the choices, or can be neither a name nor a path."""
+    if choices and word not in choices:
+        raise unknown(option, word, choices)
     if "\0" in word:
         raise UserError(f"{option} is '{word}'; it cannot have a zero byte in it")
     if word.startswith("~"):
@@ -57,16 +208,3 @@ def check_word(option: str, word: str) -> None:
             Path(word).expanduser()
         except RuntimeError:
             raise UserError(f"{option} is '{word}'; there is no home folder of that user") from None
-
-
-def within(value: float, low: float, high: float, open_low: bool, open_high: bool) -> bool:
-    """Whether a value keeps its bounds."""
-    return low <= value <= high and not (open_low and value == low) and not (open_high and value == high)
-
-
-def interval(low: float, high: float, open_low: bool, open_high: bool) -> str:
-    """Bounds in words."""
-    least, most = (f"{bound:.0f}" if float(bound).is_integer() else f"{bound:g}" for bound in (low, high))
-    if high == math.inf:
-        return f"above {least}" if open_low else f"at least {least}"
-    return f"in {'(' if open_low else '['}{least}, {most}{')' if open_high else ']'}"

@@ -105,7 +105,7 @@ UNCLEAR: dict[str, dict[str, str]] = {
 
 @functools.cache
 def names() -> dict[str, str]:
-    """Every accepted name of an option, squeezed, and the real name that it stands for."""
+    """Return every accepted name of an option, squeezed, and the real name that it stands for."""
     found: dict[str, str] = {}
     for real in knobs(Config()):
         group, dot, name = real.partition(".")
@@ -117,13 +117,13 @@ def names() -> dict[str, str]:
 
 
 def real_name(given: str) -> str | None:
-    """The option that a name stands for; None where it is none, or not clear which."""
+    """Return the option that a name stands for; None where it is none, or not clear which."""
     return names().get(squeezed(given))
 
 
 def advice(given: str, dashes: str, roughly: bool = False) -> str | None:
-    """What to write instead of a name that is no option, where other tools have it, or `roughly` have it; with these
-    `dashes` in front."""
+    """Return what to write instead of a name that is no option, where other tools have it, or `roughly` have it; with
+    these `dashes` in front."""
     name = squeezed(given)
     own = name.rpartition(".")[2]
     hints = {squeezed(known): hint for known, hint in HINTS.items()}
@@ -133,14 +133,17 @@ def advice(given: str, dashes: str, roughly: bool = False) -> str | None:
     return hints.get(name) or hints.get(own) or (f"did you mean '{dashes}{real}'?" if real else None)
 
 
-def real_options(arguments: Iterable[str]) -> list[str]:
-    """A command line with the real names of its options, and `true` for a switch that is given alone."""
+def real_options(arguments: Iterable[str], kind: type[Config] = Config) -> list[str]:
+    """Return a command line with the real names of its options, and `true` for a switch that is given alone."""
     words = list(arguments)
-    switches = {name for name, value in knobs(Config()).items() if isinstance(value, bool)}
+    known = knobs(kind())
+    switches = {name for name, value in known.items() if isinstance(value, bool)}
     found = []
     for word, following in zip(words, [*words[1:], "--"], strict=False):
         option, equals, value = word.partition("=")
         real = real_name(option) if option.startswith("--") else None
+        if real is None and option.removeprefix("--") in switches:
+            real = option.removeprefix("--")
         if real in switches and not equals and following.startswith("--"):
             equals, value = "=", "true"
         found.append(f"--{real}{equals}{value}" if real else word)
@@ -148,7 +151,7 @@ def real_options(arguments: Iterable[str]) -> list[str]:
 
 
 def real_keywords(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Keywords by the real names of their options, those of a group in its dict; refuses an option given twice."""
+    """Return keywords by the real names of options, those of a group in its dict; refuse an option given twice."""
     found: dict[str, Any] = {}
     given: dict[str, str] = {}
     for name, value in values.items():
@@ -169,7 +172,7 @@ def real_keywords(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def chosen(group: Any) -> Any:
-    """A group of options as a dict of those that differ from their defaults; anything else as it is."""
+    """Return a group of options as a dict of those that differ from their defaults; anything else as it is."""
     if not dataclasses.is_dataclass(group) or isinstance(group, type):
         return group
     usual = type(group)()
@@ -177,7 +180,7 @@ def chosen(group: Any) -> Any:
 
 
 def real_value(option: str, given: str, known: Iterable[str]) -> str:
-    """The row of a table that a value names, whatever its case; the value itself where there is none, or several."""
+    """Return the row of a table that a value names, whatever its case; the value itself if none or several fit."""
     table = {squeezed(name): name for name in known}
     key = squeezed(given)
     if given in table.values() or ":" in given:

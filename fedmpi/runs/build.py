@@ -10,18 +10,18 @@ import dataclasses
 import logging
 import re
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..aggregate.sums import SUMS, WIRES, check_wire
-from ..algorithms import ALGORITHMS, Algorithm, MetaStep, Row, check_row, combine, find_row
+from ..algorithms import ALGORITHMS, Algorithm, MetaStep, Row, combine, find_row
 from ..clients.augment import make_augment
 from ..clients.execution import Mode, try_mode
 from ..clients.feed import make_feed
@@ -45,37 +45,31 @@ from ..data import (
 from ..data.objective import check_outputs, try_objective
 from ..data.splits import OWNERS
 from ..errors import RunError, UserError, one_line, unknown
-from ..local import LocalKnobs, LocalRule, make_local
-from ..local.fedgma2021 import GRADIENTS
+from ..local import LocalKnobs, make_local
 from ..local.memory import Memory
-from ..local.scaffold import OPTIONS
-from ..masks import MASKS, make_mask
+from ..masks import MASKS, MaskKnobs, make_mask
 from ..models import MODELS, ModelRow, find_model, make_model
+from ..plugins.knobs import fallbacks, handed_over, knobs, with_values
 from ..rounds import Plan
 from ..schedules import make_rate
 from ..seeds import torch_seed
-from ..server import VARIANTS, ServerKnobs, ServerRule, make_server
+from ..server import VARIANTS, ServerKnobs, make_server
 from .aliases import real_value
-from .config import Config, Local, Meta, Server, check
+from .config import Config, Meta, check
+from .extend import NO_OPTIONS, declared, extend
 from .log import sink_names
 from .measures import make_measure, measure_names
 from .trial import try_algorithm
 
 log = logging.getLogger("fedmpi")
 
-T = TypeVar("T")
-
 USUAL = {"images": "lenet", "sequences": "gru", "numbers": "logistic"}
 LABELLED = ("classes", "dirichlet", "mixed")  # the splits that deal by label
-RESUME = ("auto", "never", "force")
-LAYOUTS = ("auto", "contiguous", "channels_last")
-PRECISIONS = ("float32", "bf16")
-COMPILED = ("none", "default", "reduce-overhead", "max-autotune")
 
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """What a caller in Python hands over itself, instead of its name."""
+    """What a caller in Python passes as an object instead of by name."""
 
     data: Data | None = None
     model: nn.Module | None = None
@@ -83,11 +77,11 @@ class Given:
 
     @property
     def row(self) -> Row | None:
-        """The row to fill knobs in from, where an algorithm was handed over; of an `Algorithm` none is read."""
+        """Return the row to fill knobs in from if an algorithm was passed; of an `Algorithm` none is read."""
         return OWN if isinstance(self.algorithm, Algorithm) else self.algorithm
 
 
-OWN = Row("sgd", "sgd", mask="mean", tau=0.0)
+OWN = Row("sgd", "sgd", {"tau": 0.0})
 NOTHING = Given()
 
 
@@ -112,8 +106,9 @@ def prepare(cfg: Config, given: Given = NOTHING) -> Prepared:
     """Check everything that needs neither data nor other ranks; a `UserError` names the first mistake."""
     check(cfg)
     cfg = by_real_names(cfg, given)
-    check_threshold(cfg, given.row)
-    cfg = resolve(cfg, given.row)
+    row = given.row or find_row(cfg.algorithm)
+    check_threshold(cfg, row)
+    cfg = resolve(extend(cfg, row), row)
     try:
         check(cfg)  # once more, for what a row of the user's own has filled in
     except UserError as error:
@@ -122,10 +117,6 @@ def prepare(cfg: Config, given: Given = NOTHING) -> Prepared:
         ("split", cfg.split, SPLITS),
         ("sum", cfg.sum, SUMS),
         ("--wire", cfg.wire, WIRES),
-        ("--step.layout", cfg.step.layout, LAYOUTS),
-        ("--step.precision", cfg.step.precision, PRECISIONS),
-        ("--step.compile", cfg.step.compile, COMPILED),
-        ("--resume", cfg.resume, RESUME),
         ("way with owners (--skew.owners)", cfg.skew.owners, OWNERS),  # also where the split does not read it
     )
     for kind, name, table in words:
@@ -133,10 +124,9 @@ def prepare(cfg: Config, given: Given = NOTHING) -> Prepared:
             raise unknown(kind, name, table)
     check_wire(cfg.sum, cfg.wire)
     if given.data is None and ":" not in cfg.data:
-        row = find_data(cfg.data)
-        cfg = replace(
-            cfg, model=cfg.model or row.model, skew=replace(cfg.skew, classes=cfg.skew.classes or row.classes)
-        )
+        usual = find_data(cfg.data)
+        skew = replace(cfg.skew, classes=cfg.skew.classes or usual.classes)
+        cfg = replace(cfg, model=cfg.model or usual.model, skew=skew)
     if cfg.augment is not None:
         make_augment(cfg.augment)
     if cfg.meta.weights is not None:
@@ -145,7 +135,7 @@ def prepare(cfg: Config, given: Given = NOTHING) -> Prepared:
     work = Work(cfg.local.epochs, cfg.local.steps, cfg.local.batch, make_share(cfg.local.work))
     if cfg.out == "":
         raise UserError("--out is ''; name a folder, or leave it out")
-    out = Path(default_folder(cfg, given.row) if cfg.out is None else cfg.out).expanduser()
+    out = Path(default_folder(cfg, row) if cfg.out is None else cfg.out).expanduser()
     if isinstance(given.algorithm, Algorithm):
         algorithm = given.algorithm
         try_algorithm(algorithm)
@@ -159,7 +149,7 @@ def prepare(cfg: Config, given: Given = NOTHING) -> Prepared:
 
 
 def by_real_names(cfg: Config, given: Given) -> Config:
-    """The configuration with the rows of our tables by their own names: FedAvg is fedavg, Fashion-MNIST fmnist."""
+    """Return the configuration with the real names of rows of our tables: FedAvg is fedavg, Fashion-MNIST fmnist."""
     tables: dict[str, Iterable[str]] = {"algorithm": ALGORITHMS, "mask": MASKS, "split": SPLITS, "model": MODELS}
     tables |= {} if given.data is not None else {"data": DATASETS}
     words: dict[str, Any] = {name: getattr(cfg, name) for name in tables}
@@ -167,111 +157,77 @@ def by_real_names(cfg: Config, given: Given) -> Config:
     return replace(cfg, **real)
 
 
-def check_threshold(cfg: Config, row: Row | None) -> None:
+def check_threshold(cfg: Config, row: Row) -> None:
     """Refuse a threshold that nothing reads: no mask was named, and the algorithm averages plainly."""
-    row = row or find_row(cfg.algorithm)
-    if cfg.tau and cfg.mask is None and row.mask == "mean" and "agreement" not in measure_names(cfg.evaluate):
+    masked = cfg.mask is not None or row.defaults.get("mask", "mean") != "mean"
+    if cfg.tau and not masked and "agreement" not in measure_names(cfg.evaluate):
         raise UserError(
             f"--tau is {cfg.tau:g}, but {cfg.algorithm} averages plainly unless a mask is named; add --mask gma (or "
             "and, sand), or leave --tau out"
         )
 
 
-def default_folder(cfg: Config, row: Row | None = None) -> str:
-    """runs/ and what the run is: algorithm, the rules that are not its own, mask, data, seed."""
-    row = row or find_row(cfg.algorithm)
+def default_folder(cfg: Config, row: Row) -> str:
+    """Return runs/ and what the run is: algorithm, the rules that are not its own, mask, data, seed."""
     others = [rule for rule, own in ((cfg.local.rule, row.local), (cfg.server.rule, row.server)) if rule != own]
     name = "-".join(map(str, [cfg.algorithm, *others, cfg.mask, cfg.data, cfg.seed]))
     return "runs/" + re.sub(r"[^\w.-]+", "-", name)
 
 
 def plan_of(prepared: Prepared) -> Plan:
-    """How the rounds of a run are run."""
+    """Return how the rounds of a run are run."""
     cfg = prepared.cfg
     return Plan(cfg.seed, cfg.rounds, cfg.cohort, prepared.work, cfg.sum, cfg.min_clients, cfg.wire)
 
 
 def resolve(cfg: Config, row: Row | None = None) -> Config:
-    """The configuration with every knob that was left to the algorithm filled in from a row, else from its own."""
-    row = check_row(cfg.algorithm, row) if row is not None else find_row(cfg.algorithm)
+    """Return the configuration with every option that was left to the algorithm filled in: from its row, with the rules
+    that were asked for, then from what the options fall back on."""
+    row = row or find_row(cfg.algorithm)
+    for name in ("local", "server"):
+        if not isinstance(getattr(row, name), str):
+            raise UserError(f"algorithm '{cfg.algorithm}' has {name} = {getattr(row, name)!r}; it must be a name")
+    usual = fallbacks(cfg)
+    check_defaults(cfg.algorithm, row.defaults, usual)
+    row = combine(row, cfg.local.rule or row.local, cfg.server.rule or row.server)
+    filled = {**usual, **row.defaults, "local.rule": row.local, "server.rule": row.server}
+    if cfg.server.variant in VARIANTS:
+        filled |= {"server.b2": VARIANTS[cfg.server.variant].b2, "server.eps": VARIANTS[cfg.server.variant].eps}
+    given = knobs(cfg)
+    resolved: Config = with_values(cfg, {name: value for name, value in filled.items() if given[name] is None})
+    return resolved
 
-    def given(value: T | None, otherwise: T) -> T:
-        return otherwise if value is None else value
 
-    row = combine(row, given(cfg.local.rule, row.local), given(cfg.server.rule, row.server))
-    local = replace(
-        cfg.local,
-        rule=row.local,
-        lr=given(cfg.local.lr, row.local_lr),
-        momentum=given(cfg.local.momentum, row.local_momentum),
-        clip=given(cfg.local.clip, row.clip),
-        clip_update=given(cfg.local.clip_update, row.clip_update),
-        epochs=given(cfg.local.epochs, row.epochs),
-    )
-    if cfg.server.variant not in VARIANTS:
-        raise unknown("server variant", cfg.server.variant, VARIANTS)
-    variant = VARIANTS[cfg.server.variant]
-    server = replace(
-        cfg.server,
-        b2=given(cfg.server.b2, variant.b2),
-        eps=given(cfg.server.eps, variant.eps),
-        rule=row.server,
-        lr=given(cfg.server.lr, row.server_lr),
-        momentum=given(cfg.server.momentum, row.server_momentum),
-    )
-    meta = replace(
-        cfg.meta,
-        size=given(cfg.meta.size, row.meta_size),
-        lr=given(cfg.meta.lr, row.meta_lr),
-        share=given(cfg.meta.share, row.share),
-    )
-    return replace(
-        cfg, mask=given(cfg.mask, row.mask), tau=given(cfg.tau, row.tau), local=local, server=server, meta=meta
-    )
+def check_defaults(algorithm: str, defaults: Mapping[str, Any], usual: Mapping[str, Any]) -> None:
+    """Refuse a row's default for what is no option, or not left to algorithms, and one of the wrong type."""
+    for name, value in defaults.items():
+        if name not in usual:
+            raise unknown(f"default in the row of algorithm '{algorithm}'", name, usual)
+        kind = (int, float) if isinstance(usual[name], float) else type(usual[name])
+        if not isinstance(value, kind) or isinstance(value, bool) != isinstance(usual[name], bool):
+            raise UserError(f"algorithm '{algorithm}' has {name} = {value!r}; it must be like {usual[name]!r}")
 
 
 def build(cfg: Config) -> Algorithm:
-    """The algorithm of a resolved configuration; an unknown name is a `UserError` with the nearest match."""
-    assert cfg.mask is not None and cfg.tau is not None, "resolve the configuration first"
+    """Return the algorithm of a resolved configuration; an unknown name is a `UserError` with the nearest match."""
+    local, server, mask = cfg.local, cfg.server, cfg.mask
+    assert mask is not None and local.rule is not None and server.rule is not None, "resolve the configuration first"
+    assert local.lr is not None and server.lr is not None
+    client_rate = make_rate("--local.schedule", local.schedule, local.lr, cfg.rounds)
+    client = handed_over(declared("local.rule", local.rule, LocalKnobs), local, lr=client_rate)
+    masking = handed_over(declared("mask", mask, MaskKnobs), cfg, getattr(cfg, "mask_options", NO_OPTIONS))
+    server_rate = make_rate("--server.schedule", server.schedule, server.lr, cfg.rounds)
+    serving = handed_over(declared("server.rule", server.rule, ServerKnobs), server, lr=server_rate)
     return Algorithm(
-        build_local(cfg.local, cfg.rounds),
-        make_mask(cfg.mask, cfg.tau, cfg.sharpness),
-        build_server(cfg.server, cfg.rounds),
+        make_local(local.rule, client),
+        make_mask(mask, knobs=masking),
+        make_server(server.rule, serving),
         build_meta(cfg.meta),
     )
 
 
-def build_local(local: Local, rounds: int) -> LocalRule:
-    assert local.rule is not None and local.lr is not None and local.momentum is not None, "resolve it first"
-    for option, word, known in (
-        ("--local.option", local.option, OPTIONS),
-        ("--local.gradient", local.gradient, GRADIENTS),
-    ):
-        if word not in known:  # also where the rule does not read it
-            raise unknown(option, word, known)
-    rate = make_rate("--local.schedule", local.schedule, local.lr, rounds)
-    knobs = LocalKnobs(
-        rate,
-        local.momentum,
-        local.weight_decay,
-        local.clip or None,
-        local.clip_update or None,
-        local.mu,
-        local.option,
-        local.gradient,
-    )
-    return make_local(local.rule, knobs)
-
-
-def build_server(server: Server, rounds: int) -> ServerRule:
-    assert server.rule is not None and server.lr is not None and server.momentum is not None, "resolve it first"
-    rate = make_rate("--server.schedule", server.schedule, server.lr, rounds)
-    knobs = ServerKnobs(rate, server.momentum, server.b1, server.b2, server.eps, server.variant)
-    return make_server(server.rule, knobs, server.mask_moments)
-
-
 def build_meta(meta: Meta) -> MetaStep | None:
-    """The meta step, or None where its learning rate is zero."""
+    """Return the meta step, or None if its learning rate is zero."""
     assert meta.size is not None and meta.lr is not None and meta.share is not None, "resolve it first"
     if (meta.lr or meta.share) and not meta.size:
         why = f"--meta.lr is {meta.lr:g}" if meta.lr else "--meta.share is true"
@@ -282,7 +238,7 @@ def build_meta(meta: Meta) -> MetaStep | None:
 
 
 def load_data(cfg: Config, given: Data | None = None) -> tuple[Data, Partition, Ints]:
-    """The data set, who has which part of it, and the meta set: what no client has, or what every client has too."""
+    """Return the data set, who has which part of it, and the meta set: what no client has, or every client too."""
     data = load(cfg.data, cfg.data_root) if given is None else given
     needed = cfg.split in LABELLED or bool(cfg.meta.size and cfg.meta.weights)
     y = data.class_labels(needed)
@@ -335,8 +291,8 @@ def make_task(
     ranks: int,
     device: torch.device,
 ) -> tuple[Prepared, Task]:
-    """The model for these data on this rank's device, with weights drawn from the seed unless it was given; and what
-    was prepared, with its name where that was left to the data."""
+    """Return the model for these data on this rank's device, with weights drawn from the seed unless it was given; and
+    what was prepared, with the model's name if that was left to the data."""
     cfg, given = prepared.cfg, prepared.given.model
     name = cfg.model or USUAL[data.kind]
     offers, samples = data.offers, few_samples(data)  # before the seed is set: reading data may draw
@@ -372,7 +328,7 @@ def make_task(
 
 
 def few_samples(data: Data) -> tuple[Tensor, Tensor]:
-    """Two test samples and their labels, or one where there is but one."""
+    """Return two test samples and their labels, or one if there is only one."""
     feed = make_feed(data, torch.device("cpu"))
     try:
         return next(feed.test([torch.arange(min(2, feed.tests))]))
@@ -383,7 +339,7 @@ def few_samples(data: Data) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def try_model(model: nn.Module, name: str, data: Data, samples: tuple[Tensor, Tensor], device: torch.device) -> None:
     """Refuse a model that does not take these data or does not answer in the shape of their labels, and an objective
-    that cannot judge the answer, before anything has started; also makes the parameters of lazy layers."""
+    that cannot judge the answer, before anything has started; also make the parameters of lazy layers."""
     x, y = (t.to(device) for t in samples)
     model.to(device).eval()
     try:
@@ -412,7 +368,7 @@ def check_memory_folder(prepared: Prepared) -> None:
 
 
 def make_memory(prepared: Prepared, task: Task) -> Memory:
-    """Where this rank keeps what its clients keep."""
+    """Return the memory for what this rank's clients keep."""
     cfg, names = prepared.cfg.memory, prepared.algorithm.local.keeps
     folder = Path(cfg.folder).expanduser() if cfg.folder else prepared.out or Path(tempfile.gettempdir())
     if not folder.is_dir():  # a node may not see the run folder

@@ -2,17 +2,19 @@
 YAML by jsonargparse.
 
 A field's bounds stand next to its default and are checked in one place, so an error always reads the same: what was
-given, what is valid. Fields that default to null are filled in by the algorithm's row (`algorithms.resolve`) or by
-the machine; their help texts say so after "Default:".
+given, what is valid. The knobs of rules and masks are declared in `plugins/builtin.py` and joined with those of the run
+here; plug-ins add theirs (`extend.py`). Fields that default to null are filled in by the algorithm's row
+(`build.resolve`) or by the machine; their help texts say so after "Default:".
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
-from ..plugins.knobs import check_bounds, knob
+from ..plugins.builtin import LocalKnobs, MaskKnobs, ServerKnobs
+from ..plugins.knobs import check_bounds, knob, options
 
 FREE: tuple[str, ...] = ("out", "comm", "timeout", "workers", "log_to", "resume", "max_minutes", "data_root")
 FREE += ("evaluate", "memory.", "checkpoint.", "quiet", "verbose")
@@ -24,23 +26,21 @@ RENAMED = {"log": "log_to"}
 
 
 def renamed(tree: Any) -> Any:
-    """A configuration as read from a file, or a part of it, by today's names of the knobs."""
+    """Return a configuration as read from a file, or a part of it, by today's names of the knobs."""
     return {RENAMED.get(name, name): value for name, value in tree.items()} if isinstance(tree, dict) else tree
 
 
 @dataclass(frozen=True)
-class Local:
+class LocalRun:
     """The client's part of a round."""
 
     rule: str | None = None
     """Client rule: sgd, prox, scaffold, nova, uga, fedgma2021, or your own as package.module:name. Default: the
     algorithm's."""
-    lr: float | None = knob(None, low=0, open_low=True)
-    """Client learning rate. Default: the algorithm's."""
     schedule: str = "constant"
     """Client learning rate over the rounds: constant, step:ROUNDS,FACTOR, cosine or cosine:LAST; prefix
     warmup:ROUNDS+ to warm up."""
-    epochs: int | None = knob(None, low=1)
+    epochs: int | None = knob(None, low=1, otherwise=1)
     """Epochs per round over the client's samples. Default: the algorithm's."""
     steps: int | None = knob(None, low=1, high=2**31 - 1)
     """Batches per round, instead of epochs. Default: --local.epochs counts."""
@@ -48,61 +48,41 @@ class Local:
     """Samples per batch."""
     work: str = "full"
     """Share of its steps that a client does: full, uniform:LOW,HIGH, or stragglers:PART,LOW,HIGH."""
-    momentum: float | None = knob(None, low=0, high=1, open_high=True)
-    """Momentum of the client's SGD, reset every round. Default: the algorithm's."""
-    weight_decay: float = knob(0.0, low=0)
-    """Weight decay of the client's SGD."""
-    clip: float | None = knob(None, low=0)
-    """Clip gradients to this norm; 0: no limit. Default: the algorithm's."""
-    clip_update: float | None = knob(None, low=0)
-    """Clip what a client sends to this norm; 0: no limit. Default: the algorithm's."""
-    mu: float = knob(0.01, low=0)
-    """Strength of the pull towards the global model (rule prox)."""
-    option: str = "II"
-    """Update of the control variates: I (gradient at the global model) or II (from the local steps) (rule
-    scaffold)."""
-    gradient: str = "last"
-    """Gradient to send: last (of the last step) or initial (at the global model) (rule fedgma2021)."""
+
+
+@dataclass(frozen=True)
+class ServerRun:
+    """How the server applies the masked mean to the model."""
+
+    rule: str | None = None
+    """Server rule: sgd, adam, yogi, adagrad, or your own as package.module:name. Default: the algorithm's."""
+    schedule: str = "constant"
+    """Server learning rate over the rounds; see --local.schedule."""
+
+
+if TYPE_CHECKING:  # the same fields, written out by tests/typed.py
+    from .typed import Local as Local
+    from .typed import MaskOptions as MaskOptions
+    from .typed import Server as Server
+else:
+    Local = options("Local", LocalKnobs, LocalRun)
+    Server = options("Server", ServerKnobs, ServerRun)
+    MaskOptions = options("MaskOptions", MaskKnobs)
 
 
 @dataclass(frozen=True)
 class Step:
     """How a client's step is computed. The defaults are the fastest that were measured (benchmarks/step.py)."""
 
-    layout: str = "auto"
+    layout: str = knob("auto", choices=("auto", "contiguous", "channels_last"))
     """Memory layout of images and convolutions: contiguous, channels_last, or auto (the model's own)."""
-    precision: str = "float32"
+    precision: str = knob("float32", choices=("float32", "bf16"))
     """float32, or bf16: forward and backward under autocast; parameters stay float32."""
-    compile: str = "none"
+    compile: str = knob("none", choices=("none", "default", "reduce-overhead", "max-autotune"))
     """none, or a mode of torch.compile: default, reduce-overhead (CUDA graphs on a GPU), max-autotune."""
     together: int = knob(1, low=1, high=1024)
     """Clients that a rank trains at once as one stacked model. Above 1 the last bits depend on which clients share
     a rank."""
-
-
-@dataclass(frozen=True)
-class Server:
-    """How the server applies the masked mean to the model."""
-
-    rule: str | None = None
-    """Server rule: sgd, adam, yogi, adagrad, or your own as package.module:name. Default: the algorithm's."""
-    lr: float | None = knob(None, low=0, open_low=True)
-    """Server learning rate. Default: the algorithm's."""
-    schedule: str = "constant"
-    """Server learning rate over the rounds; see --local.schedule."""
-    momentum: float | None = knob(None, low=0, high=1, open_high=True)
-    """Momentum of the server rule sgd. Default: the algorithm's."""
-    b1: float = knob(0.9, low=0, high=1, open_high=True)
-    """Decay of the first moment."""
-    b2: float | None = knob(None, low=0, high=1, open_high=True)
-    """Decay of the second moment. Default: the variant's."""
-    eps: float | None = knob(None, low=0, open_low=True, high=1e18)
-    """Constant added to the root of the second moment. Default: the variant's."""
-    variant: str = "reddi"
-    """reddi (no bias correction, v starts at eps^2, b2 0.99, eps 1e-3) or torch (bias correction, v starts at 0, b2
-    0.999, eps 1e-8)."""
-    mask_moments: bool = False
-    """Apply the mask to the mean before the moments, instead of to the step."""
 
 
 @dataclass(frozen=True)
@@ -127,11 +107,11 @@ class Meta:
     """A small set held out of training: for a meta step after the server's (FedMeta), or copied to every client
     (FedShare)."""
 
-    size: int | None = knob(None, low=0)
+    size: int | None = knob(None, low=0, otherwise=0)
     """Samples to hold out of training. Default: the algorithm's."""
-    lr: float | None = knob(None, low=0)
+    lr: float | None = knob(None, low=0, otherwise=0.0)
     """Learning rate of the meta step; 0: no meta step. Default: the algorithm's."""
-    share: bool | None = None
+    share: bool | None = knob(None, otherwise=False)
     """Give every client a copy of the held-out set. Default: the algorithm's."""
     seed: int = knob(0, low=0)
     """Seed that draws the held-out set."""
@@ -176,20 +156,21 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Config:
-    """One run."""
+class Chosen:
+    """The named algorithm and the mask."""
 
     algorithm: str = "fedavg"
     """fedavg, fedavgm, fedprox, scaffold, fednova, fedadam, fedyogi, fedadagrad, uga, fedmeta, fedmeta-uga,
     fedshare, fedgma2021, or your own as package.module:name."""
-    mask: str | None = None
+    mask: str | None = knob(None, otherwise="mean")
     """mean (plain averaging), gma (scale elements down where clients disagree), and (drop them), sand (also weigh
     the size of the disagreement), or your own as package.module:name. Default: mean (fedgma2021: and)."""
-    tau: float | None = knob(None, low=0, high=1)
-    """Agreement threshold of the mask: elements at or above it take the full step. Default: 0.4 (fedgma2021:
-    0.8)."""
-    sharpness: float = knob(4.0, low=0, open_low=True)
-    """How steeply the mask sand rises above tau."""
+
+
+@dataclass(frozen=True)
+class Config(MaskOptions, Chosen):
+    """One run."""
+
     data: str = "glyphs"
     """glyphs (generated), mnist, fmnist, cifar10, cifar100, tinyimagenet, femnist, shakespeare, cmnist2, fedcmnist,
     fedrotmnist, fedrotmnist-clients, or your own as package.module:name. 'fedmpi data list' shows what is here."""
@@ -218,7 +199,7 @@ class Config:
     out: str | None = None
     """Run folder. Default: runs/<algorithm>-<mask>-<data>-<seed>, plus the rules that are not the algorithm's
     own."""
-    resume: str = "auto"
+    resume: str = knob("auto", choices=("auto", "never", "force"))
     """auto (resume from the newest intact checkpoint in the run folder, if any), never (start over) or force
     (resume with changed options, or a finished run with more rounds)."""
     max_minutes: float | None = knob(None, low=0, open_low=True)

@@ -15,8 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import docstring_parser
-
+from ..plugins.knobs import help_texts
 from .config import Config, Launch
 
 USAGE = "fedmpi train [--config FILE] [options]"
@@ -26,7 +25,7 @@ NOTES = """Options can also be given in a YAML file (--config). Names from other
 MORE = "Show every option with 'fedmpi train --help-all'. "
 
 GROUPS: dict[str, tuple[str, ...]] = {
-    "what to train": ("algorithm", "mask", "tau", "sharpness", "model", "rounds", "seed"),
+    "what to train": ("algorithm", "mask", "tau", "sharpness", "mask_options.", "model", "rounds", "seed"),
     "clients": ("clients", "cohort", "min_clients", "local."),
     "server": ("server.", "meta."),
     "data": ("data", "split", "skew.", "augment", "data_root", "workers"),
@@ -97,9 +96,9 @@ EXTRA = (
 """options of `train` that are no fields of its dataclasses"""
 
 
-def train_help(everything: bool) -> str:
+def train_help(kind: type[Config], everything: bool) -> str:
     """Return the help of `train`: the common options, or all of them."""
-    known = train_options()
+    known = train_options(kind)
     sections = {
         title: [known[name] for name in group_names(title, known) if everything or name in SHORT] for title in GROUPS
     }
@@ -107,9 +106,9 @@ def train_help(everything: bool) -> str:
     return render(USAGE, ABOUT, {title: some for title, some in sections.items() if some}, notes)
 
 
-def train_options() -> dict[str, Option]:
-    """Return every option of `train` by its name."""
-    found = [*EXTRA, *options_of(Config), *options_of(Launch)]
+def train_options(kind: type[Config] = Config) -> dict[str, Option]:
+    """Return every option of `train` by its name; `kind` may have those of plug-ins."""
+    found = [*EXTRA, *options_of(kind), *options_of(Launch)]
     return {option.name: option for option in found}
 
 
@@ -143,14 +142,10 @@ def options_of(kind: Any, prefix: str = "", short: Mapping[str, str] | None = No
 
 
 def texts(kind: Any) -> dict[str, str]:
-    """Return the docstrings of the fields of a dataclass, inherited ones included, each on one line."""
-    found: dict[str, str] = {}
-    for base in reversed(inspect.getmro(kind)):
-        if dataclasses.is_dataclass(base):
-            found |= {
-                p.arg_name: p.description for p in docstring_parser.parse_from_object(base).params if p.description
-            }
-    return {name: " ".join(text.split()) for name, text in found.items()}
+    """Return the strings under the fields of a dataclass, of its bases, and of the rules whose knobs it joins."""
+    sources = [one for base in inspect.getmro(kind) for one in (base, *getattr(base, "documented", ()))]
+    classes = [one for source in sources for one in inspect.getmro(source)]
+    return {name: text for one in reversed(classes) for name, text in help_texts(one).items()}
 
 
 def render(usage: str, about: str, sections: Mapping[str, Sequence[Option]], notes: str = "") -> str:

@@ -14,11 +14,11 @@ import os
 import re
 import reprlib
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, field
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jsonargparse
 import numpy as np
@@ -28,6 +28,10 @@ from ..errors import UserError, nearest, squeezed
 from ..plugins.knobs import check_bounds, knobs
 from .aliases import advice, chosen, real_keywords, real_options
 from .config import Config, Launch, renamed
+from .extend import config_class, config_for, flat, given_options
+
+if TYPE_CHECKING:
+    from ..algorithms import Row
 
 T = TypeVar("T")
 
@@ -80,7 +84,7 @@ def read_options(
         text = render(f"fedmpi {command} {usage}", about, {k: v for k, v in sections.items() if v}, notes)
         print(text, end="", flush=True)
         raise SystemExit(0)
-    parser = make_parser(f"fedmpi {command}", about, kind, helps=False, short=short or {})
+    parser = make_parser(f"fedmpi {command}", about, kind, short or {})
     options = filled(parser, kind, lambda: parser.parse_args(list(arguments)))
     check_bounds(options, prefix="")
     return options
@@ -92,18 +96,33 @@ def read_options(
 def parse(arguments: list[str]) -> Config:
     """Return the configuration of a command line: YAML files first, then the options in their order."""
     arguments = real_options(arguments)
-    if (HELP | HELP_ALL) & set(arguments):
+    helps, prints = bool((HELP | HELP_ALL) & set(arguments)), any(word.startswith("--print") for word in arguments)
+    kind = kind_of(arguments, plugged=helps or prints)
+    if helps:
         from .help import train_help
 
-        print(train_help(everything=bool(HELP_ALL & set(arguments))), end="", flush=True)
+        print(train_help(kind, everything=bool(HELP_ALL & set(arguments))), end="", flush=True)
         raise SystemExit(0)
-    parser = make_parser("fedmpi train", "", Config, helps=False)
-    check_renaming(arguments)
+    arguments = real_options(arguments, kind)  # once more, for the flags of plug-ins
+    parser = make_parser("fedmpi train", "", kind)
+    check_renaming(arguments, kind)
     for before, word in zip(["", *arguments], arguments, strict=False):
         name, equals, value = word.partition("=") if word.startswith("--") else (before, "=", word)
         if equals:
             refuse_comment(name.removeprefix("--"), value)
-    return filled(parser, Config, lambda: parser.parse_args(files_first(arguments)))
+    return filled(parser, kind, lambda: parser.parse_args(files_first(arguments, kind)))
+
+
+def kind_of(arguments: list[str], plugged: bool = False) -> type[Config]:
+    """Return the class of the configuration: `Config`, with the options of plug-ins that a command line and its files
+    set, or with those of all that they name if `plugged`."""
+    names: dict[str, Any] = {}
+    for _, file in words_of(arguments):
+        if file is not None:
+            path = locate(file)
+            names |= flat(renamed(read_yaml(path, f"--config {path}")))
+    names |= given_options(arguments)
+    return config_for(names) if plugged else config_class(names)
 
 
 def split_launch(arguments: list[str]) -> tuple[Launch, list[str]]:
@@ -129,12 +148,15 @@ def split_launch(arguments: list[str]) -> tuple[Launch, list[str]]:
     return launch, rest
 
 
-def from_values(values: dict[str, Any]) -> Config:
-    """Return the configuration with these values, groups as dicts or dataclasses; checked like a command line."""
+def from_values(values: dict[str, Any], row: Row | None = None) -> Config:
+    """Return the configuration with these values, groups as dicts or dataclasses; checked like a command line. `row` is
+    the algorithm's if it has no name."""
     tree = as_tree(values)
-    check_keys("fedmpi.train", tree, knobs(Config()))
-    parser = parser_of_values()
-    return filled(parser, Config, lambda: parser.parse_object(tree))
+    kind: Any = config_class(flat(tree), row)
+    check_keys("fedmpi.train", tree, knobs(kind()))
+    parser = parser_of_values(kind)
+    cfg: Config = filled(parser, kind, lambda: parser.parse_object(tree))
+    return cfg
 
 
 def as_tree(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,9 +165,9 @@ def as_tree(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @functools.cache
-def parser_of_values() -> jsonargparse.ArgumentParser:
+def parser_of_values(kind: type[Config]) -> jsonargparse.ArgumentParser:
     """Return the parser of `from_values`. Cached: making it takes longer than using it, and a sweep has many runs."""
-    return make_parser("fedmpi.train", "", Config, helps=False)
+    return make_parser("fedmpi.train", "", kind)
 
 
 def plain(value: Any) -> Any:
@@ -158,12 +180,12 @@ def plain(value: Any) -> Any:
 
 
 def make_parser(
-    name: str, about: str, kind: type, helps: bool = True, short: Mapping[str, str] | None = None
+    name: str, about: str, kind: type, short: Mapping[str, str] | None = None
 ) -> jsonargparse.ArgumentParser:
-    """Return a parser for the fields of a dataclass. `helps`: read the help texts from its source, which is slow."""
-    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=helps)
+    """Return a parser for the fields of a dataclass. Help texts are not its task: see `help.py`."""
+    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=False)
     parser = jsonargparse.ArgumentParser(prog=name, description=about, exit_on_error=False, allow_abbrev=False)
-    if kind is Config:
+    if issubclass(kind, Config):
         parser.add_argument("--config", action="config", help="YAML file, or the name of a bundled recipe")
     by_hand = [f for f in dataclasses.fields(kind) if "metavar" in f.metadata or f.name in (short or {})]
     parser.add_class_arguments(kind, as_group=False, skip={f.name for f in by_hand})
@@ -217,20 +239,22 @@ def is_sweep(tree: Any) -> bool:
     return isinstance(tree, dict) and not SWEEP.isdisjoint(tree)
 
 
-def files_first(arguments: list[str]) -> list[str]:
-    """Return the arguments with every --config in front: an option overrides a file wherever it stands."""
-    files, options = [], []
+def words_of(arguments: list[str]) -> Iterator[tuple[str, str | None]]:
+    """Yield the words of a command line, each --config with its file, others with None."""
     words = iter(arguments)
     for word in words:
         option, equals, name = word.partition("=")
         given = None
         if option == "--config":
             given = name if equals else next(words, None)
-        if given is None:
-            options.append(word)
-        else:
-            files.append(f"--config={as_argument(find_file(given))}")
-    return files + options
+        yield word, given
+
+
+def files_first(arguments: list[str], kind: type[Config] = Config) -> list[str]:
+    """Return the arguments with every --config in front, by its path: an option overrides a file wherever it stands."""
+    words = list(words_of(arguments))
+    files = [f"--config={as_argument(find_file(name, kind))}" for _, name in words if name is not None]
+    return files + [word for word, name in words if name is None]
 
 
 def as_argument(file: Path) -> str:
@@ -239,14 +263,14 @@ def as_argument(file: Path) -> str:
     return str(file) if renamed(tree) == tree else yaml.safe_dump(renamed(tree), sort_keys=False)
 
 
-def check_renaming(arguments: list[str]) -> None:
+def check_renaming(arguments: list[str], kind: type[Config]) -> None:
     """Refuse another --algorithm for a file that names its rules, as the config.yaml of a run does: the run would have
     the new name and the old rules."""
     options = dict(zip(arguments, arguments[1:], strict=False))
     options |= {name: value for word in arguments for name, equals, value in [word.partition("=")] if equals}
     if not {"--algorithm", "--config"} <= options.keys():
         return
-    file = find_file(options["--config"])
+    file = find_file(options["--config"], kind)
     tree = yaml.safe_load(file.read_text(encoding="utf-8"))
     fixed = [
         f"{group}.rule {rule}"
@@ -260,8 +284,15 @@ def check_renaming(arguments: list[str]) -> None:
         )
 
 
-def find_file(name: str) -> Path:
+def find_file(name: str, kind: type[Config] | None = None) -> Path:
     """Return the file of that name, or else the bundled recipe; checked."""
+    path = locate(name)
+    check_file(path, name, kind)
+    return path
+
+
+def locate(name: str) -> Path:
+    """Return the file of that name, or else the bundled recipe."""
     path = Path(name)
     if name in recipes() and not path.is_file():
         path = recipes()[name]
@@ -269,16 +300,16 @@ def find_file(name: str) -> Path:
         near = nearest(name, recipes())
         hint = f"did you mean '{near}'? " if near else ""
         raise UserError(f"--config '{name}' is neither a file nor a recipe; {hint}recipes: {', '.join(single_runs())}")
-    check_file(path, name)
     return path
 
 
-def check_file(path: Path, name: str) -> None:
+def check_file(path: Path, name: str, kind: type[Config] | None = None) -> None:
     """Refuse a YAML file that cannot be read, is a sweep, or has unknown keys; values are left to the parser."""
     tree = read_yaml(path, f"--config {path}")
     if is_sweep(tree):
         raise UserError(f"--config {name} is a sweep; run it with 'fedmpi sweep {shlex.quote(name)}'")
-    check_keys(f"--config {path}", renamed(tree), knobs(Config()))
+    tree = renamed(tree)
+    check_keys(f"--config {path}", tree, knobs((kind or config_class(flat(tree)))()))
 
 
 def read_yaml(path: Path, where: str) -> Any:

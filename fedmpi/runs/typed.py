@@ -2,9 +2,51 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypedDict
 
-from .config import Checkpoint, Eval, Local, Memory, Meta, Server, Skew, Step
+from .config import Checkpoint, Eval, Memory, Meta, Skew, Step
+
+if TYPE_CHECKING:  # what config.py makes of the knobs that rules declare
+
+    @dataclass(frozen=True)
+    class Local:
+        rule: str | None = None
+        lr: float | None = None
+        schedule: str = "constant"
+        epochs: int | None = None
+        steps: int | None = None
+        batch: int = 32
+        work: str = "full"
+        momentum: float | None = None
+        weight_decay: float = 0.0
+        clip: float | None = None
+        clip_update: float | None = None
+        mu: float = 0.01
+        option: str = "II"
+        gradient: str = "last"
+
+
+    @dataclass(frozen=True)
+    class MaskOptions:
+        tau: float | None = None
+        sharpness: float = 4.0
+
+
+    @dataclass(frozen=True)
+    class Server:
+        rule: str | None = None
+        lr: float | None = None
+        schedule: str = "constant"
+        momentum: float | None = None
+        b1: float = 0.9
+        b2: float | None = None
+        eps: float | None = None
+        variant: str = "reddi"
+        mask_moments: bool = False
+
+else:
+    from .config import Local, Server
 
 
 class LocalDict(TypedDict, total=False):

@@ -59,7 +59,7 @@ def total(states: list[State]) -> Tensor:
 
 @pytest.mark.parametrize("name", ["fedavg", "scaffold", "fedgma2021", "fedmeta", "fedadam"])
 def test_every_rank_has_the_same_model_and_it_is_nearly_that_of_float32(name: str) -> None:
-    meta = np.arange(9) if ALGORITHMS[name].meta_size else None
+    meta = np.arange(9) if ALGORITHMS[name].defaults.get("meta.size") else None
     algo = build(resolve(Config(algorithm=name, mask="gma", rounds=4)))
     results = federate(3, narrow(), algo, meta)
     first = results[0][0].model_N

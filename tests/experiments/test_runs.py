@@ -34,7 +34,6 @@ from fedmpi.experiments.measures import (
 )
 from fedmpi.experiments.runs import IDLE, Run, differences, find_runs, group, read_run, read_sweep_record
 from fedmpi.runs.config import FREE, Config, Eval
-from fedmpi.server import VARIANTS
 
 OLD = Path(__file__).parents[1] / "old_runs"
 FIVE = ("1-first", "2-catalogue", "3-data", "4-checkpoints", "5-steps")
@@ -88,10 +87,6 @@ def test_the_first_version_timed_no_meta_step() -> None:
 def test_no_file_of_the_old_runs_is_large() -> None:
     for config in OLD.glob("*/config.yaml"):
         assert sum(file.stat().st_size for file in config.parent.iterdir()) < 10_000
-
-
-def test_what_null_stood_for_is_what_the_variants_say() -> None:
-    assert low.VARIANTS == {name: {"server.b2": one.b2, "server.eps": one.eps} for name, one in VARIANTS.items()}
 
 
 def test_what_does_not_matter_to_a_checkpoint_does_not_tell_runs_apart_either() -> None:

@@ -216,7 +216,7 @@ def test_a_full_disk_is_told_in_a_sentence_before_anything_is_written(
     with pytest.raises(RunError) as told:
         keep(memory, 0, {"a": torch.zeros(1 << 20)})
     assert str(told.value) == (
-        f"clients' memories need 67.1 MB more in {tmp_path}, which cannot be had (No space left on device); "
+        f"clients' memories need 67.1 MB more in {tmp_path}, which failed (No space left on device); "
         "name another --memory.folder, or raise --memory.limit"
     )
     assert os.listdir(tmp_path) == [] and mapped(tmp_path) == 0
@@ -225,7 +225,7 @@ def test_a_full_disk_is_told_in_a_sentence_before_anything_is_written(
 
 def test_a_folder_that_is_not_there_is_told_too(tmp_path: Path) -> None:
     memory = Memory(("a",), LENGTH, limit_bytes=0, folder=tmp_path / "nowhere")
-    with pytest.raises(RunError, match=r"nowhere, which cannot be had \(No such file or directory\)"):
+    with pytest.raises(RunError, match=r"nowhere, which failed \(No such file or directory\)"):
         keep(memory, 0, {"a": vector(0)})
 
 

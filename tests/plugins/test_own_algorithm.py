@@ -29,7 +29,7 @@ PAGE = (REPO / "docs" / "own-algorithm.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 TEST = "# test_my_rules.py\n"
 TINY = "--data tiny --split iid --model logistic --clients 8 --cohort 5 --local.batch 10 --rounds 4 --log none".split()
-NAMES = ("above_median", "agreement", "carry", "fedlion", "lion", "nesterov", "signal")
+NAMES = ("above_median", "agreement", "carry", "damped", "fedlion", "lion", "nesterov", "signal")
 CHOICES = {
     "local": "--local.rule my_rules:nesterov",
     "mask": "--mask my_rules:agreement",
@@ -37,6 +37,7 @@ CHOICES = {
     "layers": "--mask my_rules:above_median",
     "server": "--server.rule my_rules:lion --server.lr 0.001",
     "memory": "--local.rule my_rules:carry",
+    "own option": "--local.rule my_rules:damped --local.damping 0.75",
     "row": "--algorithm my_rules:fedlion --tau 0.3",
     "built-in with a mask": "--algorithm scaffold --mask my_rules:agreement",
     "all at once": "--algorithm my_rules:fedlion --local.rule my_rules:carry --mask my_rules:signal",

@@ -274,7 +274,7 @@ def test_a_server_rule_that_cannot_step_is_refused_before_anything_is_written(
 
 
 def test_an_algorithm_is_a_row(capsys: pytest.CaptureFixture[str]) -> None:
-    assert find_row("mine:fedmine").local_lr == 0.25
+    assert find_row("mine:fedmine").defaults["local.lr"] == 0.25
     for path, words in (
         ("mine:number", "algorithm 'mine:number' is int; it must be a fedmpi.algorithms.Row"),
         ("mine:half", "algorithm 'mine:half' is function; it must be a fedmpi.algorithms.Row"),
@@ -385,11 +385,11 @@ nothing = Row("sgd", None)
     [
         ("--server.rule servers:returns", "a step changes w and its moments in place (add_, copy_), returns nothing"),
         ("--server.rule servers:rebinds", "a step changes w and its moments in place (add_, copy_), returns nothing"),
-        ("--server.rule servers:scaled", "server rule 'servers:scaled' is not elementwise: each rank has a piece"),
+        ("--server.rule servers:scaled", "server rule 'servers:scaled' is not elementwise: each rank has a slice"),
         ("--server.rule servers:not_finite", "server rule 'servers:not_finite' makes NaN or infinity of the delta"),
         ("--algorithm servers:uphill", "algorithm 'servers:uphill': --local.lr is -1.0; it must be above 0"),
-        ("--algorithm servers:words", "algorithm 'servers:words' has local_lr = '0.1'; it must be like 0.01"),
-        ("--algorithm servers:nothing", "algorithm 'servers:nothing' has server = None; it must be like ''"),
+        ("--algorithm servers:words", "algorithm 'servers:words' has local.lr = '0.1'; it must be like 0.01"),
+        ("--algorithm servers:nothing", "algorithm 'servers:nothing' has server = None; it must be a name"),
     ],
 )
 def test_a_rule_or_row_that_would_train_wrongly_is_refused(

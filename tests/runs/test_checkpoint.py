@@ -90,7 +90,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_a_state_saved_on_some_ranks_goes_on_on_others_to_the_last_bit(name: str, tmp_path: Path) -> None:
     """From 1 to 4 ranks to 1 to 4 others: after reading and after one more round, all is as if nothing had been."""
-    meta = np.arange(9) if ALGORITHMS[name].meta_size else None
+    meta = np.arange(9) if ALGORITHMS[name].defaults.get("meta.size") else None
     how, algo = plan(rounds=3, cohort=4, work=Work(batch=8)), made(name)
     halfway: dict[int, dict[str, Any]] = {}
     end: dict[int, dict[str, Any]] = {}
@@ -404,7 +404,7 @@ def rounds_kept(out: Path) -> list[int]:
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_a_run_through_several_lives_ends_as_an_undisturbed_one(name: str, tmp_path: Path) -> None:
     """Stopped after round 1 on 4 ranks, fallen over in round 4 on 2, finished on 3."""
-    meta = Meta(size=30) if ALGORITHMS[name].meta_size else Meta()
+    meta = Meta(size=30) if ALGORITHMS[name].defaults.get("meta.size") else Meta()
     cfg = settings_of(tmp_path / "restarted", algorithm=name, rounds=6, checkpoint=EACH, meta=meta, eval=Eval(every=2))
     launch_and_stop(cfg, 4, stop=1)
     launch_and_stop(cfg, 2, crash=4)

@@ -21,7 +21,7 @@ from fedmpi.algorithms import ALGORITHMS
 from fedmpi.errors import UserError
 from fedmpi.local import RULES as LOCAL_RULES
 from fedmpi.masks import MASKS
-from fedmpi.plugins.knobs import check_bounds
+from fedmpi.plugins.knobs import Bounds, check_bounds, knobs
 from fedmpi.runs.build import build, resolve
 from fedmpi.runs.config import Config, Local, Meta, Server, check
 from fedmpi.runs.options import parse
@@ -52,7 +52,7 @@ def number(f: Field[Any]) -> str | None:
 
 def edges(f: Field[Any]) -> tuple[list[float], list[float]]:
     """Values just inside and just outside a field's bounds."""
-    low, high, open_low, open_high = (f.metadata[k] for k in ("low", "high", "open_low", "open_high"))
+    low, high, open_low, open_high = dataclasses.astuple(f.metadata["bounds"])
 
     def beside(bound: float, towards: float) -> float:
         return bound + math.copysign(1, towards) if number(f) == "int" else math.nextafter(bound, towards)
@@ -65,7 +65,7 @@ def edges(f: Field[Any]) -> tuple[list[float], list[float]]:
 
 
 KNOBS = dict(fields(Config()))
-BOUNDED = [(name, f) for name, f in KNOBS.items() if "low" in f.metadata]
+BOUNDED = [(name, f) for name, f in KNOBS.items() if "bounds" in f.metadata and number(f)]
 INSIDE = [(name, value) for name, f in BOUNDED for value in edges(f)[0]]
 OUTSIDE = [(name, value) for name, f in BOUNDED for value in edges(f)[1]]
 
@@ -74,8 +74,8 @@ OUTSIDE = [(name, value) for name, f in BOUNDED for value in edges(f)[1]]
 
 
 def test_no_number_is_without_a_lower_bound() -> None:
-    unbounded = [name for name, f in KNOBS.items() if number(f) and f.metadata.get("low", -math.inf) == -math.inf]
-    assert unbounded == []
+    numbers = {name: f.metadata.get("bounds", Bounds()) for name, f in KNOBS.items() if number(f)}
+    assert [name for name, bounds in numbers.items() if bounds.low == -math.inf] == []
     assert len(BOUNDED) > 20
 
 
@@ -213,11 +213,12 @@ def configs(draw: st.DrawFn) -> Config:
             if dataclasses.is_dataclass(default):
                 changes[f.name] = values(default)
             elif number(f):
-                low, high = f.metadata["low"], min(f.metadata["high"], 10**6)
+                bounds = f.metadata["bounds"]
+                low, high = bounds.low, min(bounds.high, 10**6)
                 drawn = (
                     st.integers(int(low), int(high))
                     if number(f) == "int"
-                    else st.floats(low, high, exclude_min=f.metadata["open_low"], exclude_max=f.metadata["open_high"])
+                    else st.floats(low, high, exclude_min=bounds.open_low, exclude_max=bounds.open_high)
                 )
                 changes[f.name] = draw(drawn | st.none() if default is None else drawn)
             elif str(f.type).startswith("bool"):
@@ -258,12 +259,12 @@ def test_a_value_that_would_be_taken_for_a_comment_is_refused(words: list[str], 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_a_row_fills_in_what_was_left_out(name: str) -> None:
     row, cfg = ALGORITHMS[name], resolve(replace(Config(), algorithm=name))
-    assert (cfg.local.rule, cfg.local.lr) == (row.local, row.local_lr)
-    assert (cfg.local.momentum, cfg.local.epochs) == (row.local_momentum, row.epochs)
-    assert (cfg.local.clip, cfg.local.clip_update) == (row.clip, row.clip_update)
-    assert (cfg.mask, cfg.tau) == (row.mask, row.tau)
-    assert (cfg.meta.size, cfg.meta.lr, cfg.meta.share) == (row.meta_size, row.meta_lr, row.share)
-    assert (cfg.server.rule, cfg.server.lr, cfg.server.momentum) == (row.server, row.server_lr, row.server_momentum)
+    assert (cfg.local.rule, cfg.server.rule) == (row.local, row.server)
+    usual = {"mask": "mean", "tau": 0.4, "meta.size": 0, "meta.lr": 0.0, "meta.share": False}
+    usual |= {"local.lr": 0.01, "local.momentum": 0.9, "local.clip": 0.0, "local.clip_update": 0.0, "local.epochs": 1}
+    usual |= {"server.lr": 1.0, "server.momentum": 0.0}
+    filled = knobs(cfg)
+    assert {option: filled[option] for option in usual} == usual | row.defaults
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
@@ -298,7 +299,8 @@ def test_the_rest_is_no_business_of_the_row() -> None:
 
 
 def test_only_fedgma2021_comes_with_a_mask_of_its_own() -> None:
-    masks = {name: (row.mask, row.tau) for name, row in ALGORITHMS.items()}
+    resolved = {name: resolve(Config(algorithm=name)) for name in ALGORITHMS}
+    masks = {name: (cfg.mask, cfg.tau) for name, cfg in resolved.items()}
     assert masks.pop("fedgma2021") == ("and", 0.8)
     assert set(masks.values()) == {("mean", 0.4)}, "a name from a paper is that paper"
 
@@ -346,7 +348,7 @@ def test_every_algorithm_builds_with_every_mask(name: str, mask: str) -> None:
 def test_every_named_rule_is_in_its_table() -> None:
     assert {row.server for row in ALGORITHMS.values()} <= set(SERVER_RULES)
     assert {row.local for row in ALGORITHMS.values()} == set(LOCAL_RULES)
-    assert {row.mask for row in ALGORITHMS.values()} <= set(MASKS)
+    assert {row.defaults.get("mask", "mean") for row in ALGORITHMS.values()} <= set(MASKS)
 
 
 def test_there_are_the_thirteen_algorithms_of_the_specification() -> None:

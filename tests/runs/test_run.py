@@ -163,9 +163,9 @@ def test_the_written_configuration_is_the_resolved_one(tmp_path: Path) -> None:
     train(cfg)
     written = yaml.safe_load((tmp_path / "config.yaml").read_text())
     row = ALGORITHMS["fedyogi"]
-    assert (written["local"]["rule"], written["local"]["lr"]) == (row.local, row.local_lr)
-    assert (written["server"]["rule"], written["server"]["lr"]) == (row.server, row.server_lr)
-    assert written["server"]["momentum"] == row.server_momentum
+    assert (written["local"]["rule"], written["local"]["lr"]) == (row.local, 0.01)
+    assert (written["server"]["rule"], written["server"]["lr"]) == (row.server, row.defaults.get("server.lr", 1.0))
+    assert written["server"]["momentum"] == row.defaults.get("server.momentum", 0.0)
     assert (written["server"]["b2"], written["server"]["eps"]) == (0.99, 1e-3)
     threads, step = torch.get_num_threads(), Step(layout="contiguous")  # the choices are written down: they decide bits
     assert parse(["--config", str(tmp_path / "config.yaml")]) == replace(prepare(cfg).cfg, threads=threads, step=step)
@@ -176,7 +176,7 @@ def test_the_written_configuration_is_the_resolved_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_the_written_configuration_of_every_algorithm_reads_back_and_repeats_the_run(tmp_path: Path, name: str) -> None:
-    held = Meta(size=30, weights=[2.0, 1.0, 1.0]) if ALGORITHMS[name].meta_size else Meta()
+    held = Meta(size=30, weights=[2.0, 1.0, 1.0]) if ALGORITHMS[name].defaults.get("meta.size") else Meta()
     work = Local(batch=10, work="uniform:0.5,1.0", schedule="warmup:1+cosine", option="I", gradient="initial")
     cfg = settings_of(tmp_path / "first", algorithm=name, rounds=2, local=work, meta=held)
     train(cfg)
@@ -191,7 +191,7 @@ def test_the_written_configuration_of_every_algorithm_reads_back_and_repeats_the
 def test_every_algorithm_learns_and_is_another_model(tmp_path: Path) -> None:
     models = {}
     for name in ALGORITHMS:
-        held = Meta(size=30) if ALGORITHMS[name].meta_size else Meta()
+        held = Meta(size=30) if ALGORITHMS[name].defaults.get("meta.size") else Meta()
         report = train(settings_of(tmp_path / name, algorithm=name, rounds=6, local=Local(batch=10), meta=held))
         models[name] = sha256(tmp_path / name)
         assert report.test_accuracy is not None and report.test_accuracy > 0.6, name

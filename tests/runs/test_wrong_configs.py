@@ -113,7 +113,8 @@ huge = st.sampled_from([10**39, 4 * MOST, 1e300])
 
 def outside(f: dataclasses.Field[Any]) -> st.SearchStrategy[Any]:
     """Numbers that a field's bounds leave out."""
-    low, high = f.metadata["low"], min(f.metadata["high"], MOST)
+    bounds = f.metadata["bounds"]
+    low, high = bounds.low, min(bounds.high, MOST)
     kind = int if number(f) == "int" else float
     below = st.integers(max_value=math.ceil(low) - 1) if kind is int else st.floats(max_value=low, exclude_max=True)
     above = st.integers(min_value=int(high) + 1) if kind is int else st.floats(min_value=high, exclude_min=True)

@@ -1,0 +1,113 @@
+"""Options that plug-ins declare: `Config` with the knobs of rules from outside.
+
+A client rule's are set by --local.NAME, a server rule's by --server.NAME. A mask's are set by --mask_options.NAME: they
+have a group of their own, because `mask` itself is a word, and because at the top level a name could collide with an
+option of a later version. Where no plug-in declares any, the configuration is a plain `Config`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, make_dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ..plugins import find_outside
+from ..plugins.builtin import LocalKnobs, MaskKnobs, ServerKnobs
+from ..plugins.knobs import extended, knobs
+from .config import Config, Local, Server
+
+if TYPE_CHECKING:
+    from ..algorithms import Row
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class MaskGroup:
+    """What a mask from outside reads, besides tau and sharpness."""
+
+
+NO_OPTIONS = MaskGroup()
+GROUPS: dict[str, tuple[type, type]] = {
+    "local": (Local, LocalKnobs),
+    "mask_options": (MaskGroup, MaskKnobs),
+    "server": (Server, ServerKnobs),
+}
+"""group of options -> its class, and the built-in knobs that a plug-in's class extends"""
+KINDS = {"local.rule": "local rule", "mask": "mask", "server.rule": "server rule"}
+"""option that names a plug-in -> what it is; in the order of GROUPS"""
+
+
+def declared(option: str, name: str | None, base: type[T]) -> type[T]:
+    """Return the class of knobs that the rule of this name takes: `base` unless it comes from outside."""
+    return find_outside(KINDS[option], name, base)[1] if name and ":" in name else base
+
+
+def config_for(names: Mapping[str, Any], row: Row | None = None) -> type[Config]:
+    """Return the configuration's class for the rules that these options, or else the algorithm's row, name."""
+    if row is None and ":" in str(names.get("algorithm")):
+        from ..algorithms import find_row
+
+        row = find_row(str(names["algorithm"]))
+    of_row = {} if row is None else {"local.rule": row.local, "server.rule": row.server, **row.defaults}
+    classes: list[type] = []
+    for option, (_, base) in zip(KINDS, GROUPS.values(), strict=True):
+        name = names.get(option) or of_row.get(option)
+        classes.append(declared(option, name if isinstance(name, str) else None, base))
+    return with_groups(*classes)
+
+
+@functools.cache
+def with_groups(*classes: type) -> type[Config]:
+    """Return `Config` with the knobs of these classes in their groups; always the same class for the same ones."""
+    more = []
+    for (name, (group, base)), wanted in zip(GROUPS.items(), classes, strict=True):
+        if wanted is not base:
+            kind = extended(group, wanted, base)
+            more.append((name, kind, field(default_factory=kind)))
+    space = {"__module__": Config.__module__, "__doc__": Config.__doc__}
+    return make_dataclass("Config", more, bases=(Config,), frozen=True, namespace=space) if more else Config
+
+
+def config_class(names: Mapping[str, Any], row: Row | None = None) -> type[Config]:
+    """Return the configuration's class for these options: `Config`, unless one of them can only be a plug-in's own.
+    So plug-ins that declare nothing are not imported to read a configuration."""
+    known = knobs(Config())
+    strange = [name for name in names if name.partition(".")[0] in GROUPS and name not in known]
+    return config_for(names, row) if strange else Config
+
+
+def extend(cfg: Config, row: Row) -> Config:
+    """Return the configuration with the options of its plug-ins, at their defaults where they were not given."""
+    names = {"local.rule": cfg.local.rule, "mask": cfg.mask, "server.rule": cfg.server.rule}
+    kind = config_for(names, row)
+    if type(cfg) is kind:
+        return cfg
+    values = {f.name: getattr(cfg, f.name) for f in fields(cfg) if f.name in kind.__dataclass_fields__}
+    for f in fields(kind):
+        if f.name in GROUPS and f.name in values:
+            group: Any = f.default_factory
+            names_ = [inner.name for inner in fields(group)]
+            values[f.name] = group(**{n: v for n, v in vars(values[f.name]).items() if n in names_})
+    return kind(**values)
+
+
+def flat(tree: Any) -> dict[str, Any]:
+    """Return the options of a tree, as a YAML file has it, by their dotted names."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items() if isinstance(tree, dict) else ():
+        inner = {f"{name}.{key}": one for key, one in value.items()} if isinstance(value, dict) else {str(name): value}
+        found |= inner
+    return found
+
+
+def given_options(arguments: Iterable[str]) -> dict[str, str]:
+    """Return the options of a command line with their values; '' where the next word is an option again."""
+    words = list(arguments)
+    found: dict[str, str] = {}
+    for word, following in zip(words, [*words[1:], "--"], strict=False):
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            found[name] = value if equals or following.startswith("--") else following
+    return found
