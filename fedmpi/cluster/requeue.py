@@ -19,9 +19,9 @@ from pathlib import Path
 
 from ..comm.env import job_names
 from ..errors import AGAIN, FileError, RunError, UserError, complain
-from ..plugins.knobs import check_bounds, knob
+from ..plugins.knobs import knob
 from ..runs import folder
-from ..runs.options import filled, make_parser
+from ..runs.options import positional, read_options
 from ..runs.schema import Restart, records
 from .slurm import ask_slurm, slurm_job
 from .status import LIVES, cancelled, newest_checkpoint
@@ -38,14 +38,9 @@ class RequeueOptions:
     retries: int = knob(3, low=0, high=1000)
     """Give up after this many consecutive restarts without a new checkpoint."""
     run: str | None = None
-    """Run folder, whose checkpoints show the progress; null: count restarts by SLURM_RESTART_COUNT."""
-
-
-@dataclass(frozen=True)
-class RequeueCommand(RequeueOptions):
-    """The options of `fedmpi requeue` and its positional argument."""
-
-    code: int = 0
+    """Run folder, whose checkpoints show the progress. Default: count restarts by SLURM_RESTART_COUNT."""
+    code: str = positional("CODE")
+    """Exit code of the run: $? directly after it."""
 
 
 # The rule
@@ -112,13 +107,11 @@ def record_attempt(
 
 def requeue(arguments: list[str]) -> int:
     """Run `fedmpi requeue CODE`: requeue the job of this batch script if it may restart. Return CODE."""
-    parser = make_parser("fedmpi requeue", ABOUT, RequeueOptions)
-    parser.add_argument("code", type=int, metavar="CODE", help="exit code of the run: $? directly after it")
-    options = filled(parser, RequeueCommand, lambda: parser.parse_args(arguments))
-    check_bounds(options, prefix="")
-    if not 0 <= options.code <= 255:
-        raise UserError(f"the exit code is {options.code}; it must be from 0 to 255, such as $?")
-    if options.code == 0:
+    options = read_options(RequeueOptions, arguments, "requeue", ABOUT, usage="CODE [options]")
+    if not options.code.isdecimal() or int(options.code) > 255:
+        raise UserError(f"the exit code is '{options.code}'; it must be a number from 0 to 255, such as $?")
+    code = int(options.code)
+    if code == 0:
         return 0
     names = job_names(os.environ)
     job = names["job"]
@@ -126,17 +119,17 @@ def requeue(arguments: list[str]) -> int:
         raise UserError("SLURM_JOB_ID is not set; call requeue in a batch script, after the run")
     run = None if options.run is None else Path(options.run).expanduser()
     restarts = folder.restarts(os.environ)
-    again, why = decide(options.code, run, options.retries, job, restarts)
+    again, why = decide(code, run, options.retries, job, restarts)
     # Recorded before the job is requeued: an attempt that is not counted could be repeated for ever.
-    record_attempt(run, options.code, names, restarts, again, why)
+    record_attempt(run, code, names, restarts, again, why)
     if again:
         why = requeue_job(job)
         again = not why
         if why:
-            record_attempt(run, options.code, names, restarts, again, why)
-    ended = "stopped in good order" if stopped_cleanly(options.code, run) else f"ended with exit code {options.code}"
+            record_attempt(run, code, names, restarts, again, why)
+    ended = "stopped in good order" if stopped_cleanly(code, run) else f"ended with exit code {code}"
     complain(f"job {job} {ended}; " + ("queued again" if again else f"not queued again: {why}"))
-    return options.code
+    return code
 
 
 def requeue_job(job: str) -> str:

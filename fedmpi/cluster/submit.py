@@ -26,7 +26,7 @@ from ..errors import RunError, UserError, exit_code, unknown
 from ..plugins.knobs import check_bounds, knob, knobs
 from ..runs import folder
 from ..runs.config import Config
-from ..runs.options import filled, make_parser
+from ..runs.options import read_options
 from ..runs.schema import Damaged
 from .arrays import to_slurm
 from .status import CANCELLED, FILES, JOB, Job, alive, jobs_of, newest_checkpoint
@@ -40,12 +40,7 @@ SLURM_ONLY = ("partition", "time", "cpus_per_rank", "mem", "account", "qos", "co
 MINUTES, SIGNAL_SECONDS = 60, 120
 SUBMITTED = "submitted.yaml"  # the configuration as it was checked
 
-ABOUT = "Submit a training run as a job: 'fedmpi submit [options] -- train [options of train]'."
-
-
-@dataclass(frozen=True)
-class Nothing:
-    """No options."""
+ABOUT = "Submit a training run as a job, to Slurm or to this machine."
 
 
 @dataclass(frozen=True)
@@ -57,15 +52,15 @@ class SubmitOptions:
     ranks_per_node: int = knob(1, low=1)
     """Ranks per node."""
     partition: str | None = None
-    """Slurm partition; null: Slurm's default."""
+    """Slurm partition. Default: Slurm's default."""
     time: int | None = knob(None, low=1)
-    """Time limit of the job in minutes; null: 60. A longer run saves, is requeued and resumes."""
+    """Time limit of the job in minutes. Default: 60. A longer run saves, is requeued and resumes."""
     cpus_per_rank: int | None = knob(None, low=1)
-    """Cores per rank; null: Slurm's default. Ranks use as many threads unless --threads is given."""
+    """Cores per rank. Default: Slurm's default. Ranks use as many threads unless --threads is given."""
     gpus_per_node: int | None = knob(None, low=1)
     """GPUs per node, shared by its ranks."""
     mem: float | None = knob(None, low=0, open_low=True)
-    """Memory per node in GB; null: Slurm's default."""
+    """Memory per node in GB. Default: Slurm's default."""
     account: str | None = None
     """Account to charge."""
     qos: str | None = None
@@ -73,14 +68,14 @@ class SubmitOptions:
     constraint: str | None = None
     """Required node features."""
     name: str | None = None
-    """Job name; null: that of the run folder."""
+    """Job name. Default: that of the run folder."""
     executor: str = "slurm"
     """slurm, or local: processes on this machine that keep running when the terminal is closed."""
     mpi: str = "none"
     """How srun starts MPI ranks: none, pmi2 (MPICH) or pmix (Open MPI). Required for --comm mpi."""
     signal_seconds: int | None = knob(None, low=1)
-    """Seconds before the time limit at which the run is signalled to save; null: 120, or a quarter of the time limit if
-    that is less."""
+    """Seconds before the time limit at which the run is signalled to save. Default: 120, or a quarter of the time limit
+    if that is less."""
     retries: int = knob(3, low=0, high=1000)
     """Give up after this many consecutive restarts without a new checkpoint."""
     setup: str | None = None
@@ -126,8 +121,8 @@ def submit(arguments: list[str]) -> int:
     """Run `fedmpi submit`: check a run, make its folder, and submit it to Slurm or to a supervisor on this machine."""
     at = arguments.index("--") if "--" in arguments else len(arguments)
     command = arguments[at + 1 :]
-    parser = make_parser("fedmpi submit", ABOUT, SubmitOptions)
-    options = filled(parser, SubmitOptions, lambda: parser.parse_args(arguments[:at]))
+    usage = "[options] -- train [options of train]"
+    options = read_options(SubmitOptions, arguments[:at], "submit", ABOUT, usage)
     if command[:1] != ["train"]:
         given = f"'{command[0]}'" if command else "nothing"
         raise UserError(f"submit was given {given} to run; write it after the options: fedmpi submit ... -- train ...")

@@ -97,11 +97,10 @@ EXTRA = (
 
 
 def train_help(kind: type[Config], everything: bool) -> str:
-    """Return the help of `train`: the common options, or all of them."""
+    """Return the help of `train`: the common options and those of plug-ins, or all of them."""
     known = train_options(kind)
-    sections = {
-        title: [known[name] for name in group_names(title, known) if everything or name in SHORT] for title in GROUPS
-    }
+    shown = set(known) if everything else {*SHORT, *(known.keys() - train_options().keys())}
+    sections = {title: [known[name] for name in group_names(title, known) if name in shown] for title in GROUPS}
     notes = NOTES if everything else MORE + NOTES
     return render(USAGE, ABOUT, {title: some for title, some in sections.items() if some}, notes)
 

@@ -745,4 +745,4 @@ def test_help_names_every_option(capsys: Any) -> None:
     text = capsys.readouterr().out
     for option in ("--members", "--features", "--samples", "--repeats", "--seed", "--control", "--data_root", "--json"):
         assert option in text
-    assert "those of clients that took part" in " ".join(text.split())
+    assert "samples of clients that took part" in " ".join(text.split())

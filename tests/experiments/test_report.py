@@ -305,7 +305,7 @@ def test_a_report_that_was_cut_short_is_written_anew(tmp_path: Path, monkeypatch
         (["RUNS", "--formats", "pn"], "did you mean 'png'?"),
         (["RUNS", "--reach", "0"], "--reach is 0; it must be in [0.0001, 1000000)"),
         (["RUNS", "--reach", "80"], "--reach is 80; an accuracy is at most 1: write 0.8 for 80%"),
-        (["RUNS", "--reach", "nan"], "--reach is 'nan'; it must be a number"),
+        (["RUNS", "--reach", "nan"], "--reach is nan; it must be in [0.0001, 1000000)"),
         (["RUNS", "--smooth", "0"], "--smooth is 0; it must be in [1, 100000]"),
         (["RUNS", "--smoth", "2"], "unknown option '--smoth'; did you mean '--smooth'?"),
         (["RUNS", "--out", "RUNS"], "holds '"),

@@ -208,7 +208,7 @@ def test_a_run_before_its_first_round_has_no_measure(tmp_path: Path) -> None:
         ("config.yaml", yaml.safe_dump(BASE | {"skew": {"alpha": None}}), "has no valid 'skew.alpha'"),
         ("config.yaml", yaml.safe_dump(BASE | {"split": ["a", "b"]}), "has no valid 'split'"),
         ("config.yaml", yaml.safe_dump(BASE | {"server": {"variant": ["x"]}}), "has no valid 'server.variant'"),
-        ("config.yaml", "[" * 100_000, "more than 3 groups in each other"),
+        ("config.yaml", "[" * 100_000, "nested more than 3 levels deep"),
         ("config.yaml", "a: !!python/object/apply:os.getcwd []\n", "could not determine a constructor"),
         ("config.yaml", "a: &a [0, 0]\nb: &b [*a, *a]\n" + yaml.safe_dump(BASE), "'b' .* is not a knob's value"),
         ("metrics.jsonl", "nonsense\n", "line 1 is no round"),

@@ -25,7 +25,8 @@ from fedmpi.plugins.knobs import knob, options
 from fedmpi.runs.build import prepare, resolve
 from fedmpi.runs.config import Config, Local, Server
 from fedmpi.runs.extend import config_for
-from fedmpi.runs.options import from_values, make_parser, parse
+from fedmpi.runs.help import train_help
+from fedmpi.runs.options import from_values, parse
 
 TINY = "--data tiny --split iid --model logistic --clients 8 --cohort 4 --rounds 2 --threads 1 --log_to none".split()
 RULE = ["--local.rule", "own:damped"]
@@ -252,7 +253,7 @@ def test_a_knob_declared_in_one_place_is_an_option_with_default_bounds_and_text(
     known = {f.name for part in (LocalKnobs, ServerKnobs, MaskKnobs) for f in dataclasses.fields(part)}
     in_config = {f.name for part in (Config, Local, Server) for f in dataclasses.fields(part)}
     assert known <= in_config
-    text = make_parser("fedmpi train", "", config_for({"local.rule": "own:damped"})).format_help()
+    text = train_help(config_for({"local.rule": "own:damped"}), everything=True)
     for name in known | {"damping"}:
         assert re.search(rf"--\S*\b{name} \S+\n? +\S", text), f"{name} has a text"
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from ...plugins.knobs import check_bounds, knob
 from ...runs.build import NOTHING, Given
 from ...runs.folder import ATTACK, write
 from ...runs.log import set_up
-from ...runs.options import filled, make_parser
+from ...runs.options import flag, positional, read_options
 from ...runs.run import settle, undisturbed
 from ...runs.text import align
 from ...seeds import attack_generator
@@ -39,7 +39,7 @@ from .answers import Answers, ask, scored_loss
 from .attackers import Floats, cheapest, contest, logistic
 from .rebuild import Rebuilt, check_score, config_of, finished, rebuild, untrained
 
-ABOUT = "Membership inference against finished runs: how well do a model's answers tell what it was trained on?"
+ABOUT = "Attack finished runs by membership inference: how well do a model's outputs reveal what it was trained on?"
 MEMBERS = ("all", "trained")
 FEATURES: dict[str, Callable[[Floats], Floats]] = {
     "logits": lambda answers: answers,
@@ -57,36 +57,31 @@ class How:
     """How an attack is made."""
 
     members: str = "all"
-    """all (every sample that some client has) or trained (those of clients that took part in a round)"""
+    """all (every sample of a client) or trained (samples of clients that took part in a round)."""
     features: str = "logits"
-    """what the logistic regression sees: logits (as the model gives them, like the papers) or sorted (by size)"""
+    """Input of the logistic regression: logits (as the papers do) or sorted (logits by size)."""
     samples: int = knob(10_000, low=2)
-    """most samples of either side, members and others; there are as many of the one as of the other"""
+    """Maximum number of members, and of others; both sides get equally many."""
     repeats: int = knob(5, low=1, high=1000)
-    """times that the samples are divided into halves, one to learn from and one to be judged by"""
+    """Number of random splits into a half to fit the attack on and a half to score it on."""
     seed: int = knob(0, low=0)
-    """seed that draws the samples and the halves"""
+    """Seed of the samples and the splits."""
     control: bool = False
-    """also attack the model as it was before the first round: what is found there is no memory of members, but how the
-    test samples differ from them by themselves"""
+    """Also attack the untrained model: what is found there is not memory, but how test samples differ from members."""
     device: str = "auto"
-    """auto, cpu, cuda or cuda:N"""
+    """auto, cpu, cuda or cuda:N."""
 
 
 @dataclass(frozen=True)
-class Options(How):
-    """The same, and where data lie."""
-
-    data_root: str | None = None
-    """folder of the data sets; null: that of the run"""
-
-
-@dataclass(frozen=True)
-class AttackOptions(Options):
+class AttackOptions(How):
     """The command line of `attack`."""
 
-    runs: list[str] = field(default_factory=list)
-    json: bool = False
+    runs: list[str] = positional("RUN", many=True)
+    """Folder of a finished run, or of a sweep."""
+    data_root: str | None = None
+    """Folder of the data sets. Default: that of the run."""
+    json: bool = flag()
+    """Print one JSON object per run."""
 
 
 USUAL = How()
@@ -94,10 +89,7 @@ USUAL = How()
 
 def main(arguments: list[str]) -> int:
     """`fedmpi attack RUN [RUN ...]`: attack each of the runs; return the exit code."""
-    parser = make_parser("fedmpi attack", ABOUT, Options)
-    parser.add_argument("runs", nargs="*", metavar="RUN", help="folder of a finished run, or of a sweep")
-    parser.add_argument("--json", action="store_true", help="for programs: one JSON object a line")
-    asked = filled(parser, AttackOptions, lambda: parser.parse_args(arguments))
+    asked = read_options(AttackOptions, arguments, "attack", ABOUT, usage="RUN [RUN ...] [options]")
     if not asked.runs:
         raise UserError("attack was given no run folder; name one or more: fedmpi attack RUN [RUN ...]")
     how = How(**{f.name: getattr(asked, f.name) for f in dataclasses.fields(How)})

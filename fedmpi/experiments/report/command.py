@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypedDict
 
 from ... import __version__
 from ...errors import UserError, unknown
-from ...plugins.knobs import check_bounds, knob
+from ...plugins.knobs import knob
 from ...runs.folder import STARTS, read_json
-from ...runs.options import filled, make_parser
+from ...runs.options import positional, read_options, several
 from ...runs.schema import WHOLE, Environment, Start, fault, read, records
 from ..runs import SWEEP, Group, Run, find_runs, group, pairing, read_sweep_record
 from ..sweep.pick import CHOSEN
@@ -39,25 +39,21 @@ WRITTEN = ("csv", "md", "tex")
 
 
 @dataclass(frozen=True)
-class Options:
-    """Options of a report."""
-
-    out: str = "report"
-    """output folder; an earlier report in it is replaced"""
-    title: str | None = None
-    """heading of the page; null: the name of the sweep, or the number of runs"""
-    smooth: int = knob(1, low=1, high=100_000)
-    """scored rounds over which curves are averaged; 1: none"""
-    formats: str = "png,svg"
-    """file formats of the figures, separated by commas: png, svg, pdf or none"""
-
-
-@dataclass(frozen=True)
-class ReportOptions(Options):
+class ReportOptions:
     """Options and arguments of a report."""
 
-    runs: list[str] = field(default_factory=list)
-    reach: list[float] = field(default_factory=list)
+    runs: list[str] = positional("RUN", many=True)
+    """Run folder, sweep folder, or folder with runs in it."""
+    out: str = "report"
+    """Output folder; an earlier report in it is replaced."""
+    title: str | None = None
+    """Heading of the page. Default: the name of the sweep, or the number of runs."""
+    smooth: int = knob(1, low=1, high=100_000)
+    """Evaluated rounds to average curves over; 1: none."""
+    formats: str = "png,svg"
+    """File formats of the figures, separated by commas: png, svg, pdf or none."""
+    reach: list[float] = several("VALUE", float)
+    """Values of the test metric (0.8 for 80 percent) to count the rounds to. Default: the sweep's, or chosen."""
 
 
 class Tried(TypedDict):
@@ -93,12 +89,7 @@ def main(arguments: list[str]) -> int:
 
 def parse(arguments: list[str]) -> ReportOptions:
     """Parse and check the command line."""
-    parser = make_parser("fedmpi report", ABOUT, Options)
-    parser.add_argument("runs", nargs="*", metavar="RUN", help="run folder, sweep folder, or folder with runs in it")
-    text = "values of the test metric (0.8 for 80 percent) to count the rounds to; none: those of the sweep, or chosen"
-    parser.add_argument("--reach", nargs="+", type=float, default=[], metavar="VALUE", help=text)
-    options = filled(parser, ReportOptions, lambda: parser.parse_args(arguments))
-    check_bounds(options, prefix="")
+    options = read_options(ReportOptions, arguments, "report", ABOUT, usage="RUN [RUN ...] --out DIR [options]")
     if not options.runs:
         raise UserError("report was given no run; name run folders or a sweep's: fedmpi report RUN [RUN ...] --out DIR")
     for value in options.reach:

@@ -7,16 +7,15 @@ Everything is checked before the first run starts.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from ...cluster.submit import SubmitOptions, refuse_with_local
 from ...cluster.submit import check as check_options
 from ...errors import AGAIN, UserError, complain
-from ...plugins.knobs import check_bounds, knob
+from ...plugins.knobs import knob
 from ...runs.config import Config
-from ...runs.options import filled, make_parser
+from ...runs.options import flag, positional, read_options, several
 from ..runs import pairing
 from .grid import Point
 from .overview import Screen, rows_of, table
@@ -30,11 +29,6 @@ ABOUT = (
 )
 ARRAY_ONLY = ("name", "gpus_per_node", "retries", "setup", "watch")
 """options for Slurm only, in addition to `SLURM_ONLY` of cluster/submit.py"""
-FLAGS = {
-    "dry_run": "Check everything, list the runs, and stop.",
-    "status": "Show the status of every run, and stop.",
-    "watch": "On Slurm: stay until all runs have ended, and give up runs that fall behind.",
-}
 
 
 @dataclass(frozen=True)
@@ -44,22 +38,29 @@ class SweepOptions(SubmitOptions):
     executor: str = "local"
     """local: on this machine; slurm: as one job array."""
     jobs: int | None = knob(None, low=1, high=10_000)
-    """Runs at a time; null: one on this machine, all of them on Slurm."""
+    """Runs at a time. Default: one on this machine, all of them on Slurm."""
     out: str | None = None
-    """Folder of the sweep; null: runs/<name of the file>."""
+    """Folder of the sweep. Default: runs/<name of the file>."""
 
 
 @dataclass(frozen=True)
 class SweepCommand(SweepOptions):
     """The options of `fedmpi sweep`, its flags, lists and positional argument."""
 
-    file: str = ""
-    only: list[str] = field(default_factory=list)
-    set: list[str] = field(default_factory=list)
-    seeds: list[int] = field(default_factory=list)
-    dry_run: bool = False
-    status: bool = False
-    watch: bool = False
+    file: str = positional("FILE")
+    """Sweep file, or the name of a bundled one."""
+    only: list[str] = several("AXIS=LABEL")
+    """Only runs with these labels."""
+    set: list[str] = several("KNOB=VALUE")
+    """Settings for all runs."""
+    seeds: list[int] = several("SEED", int)
+    """Seeds to use instead of the file's."""
+    dry_run: bool = flag()
+    """Check everything, list the runs, and stop."""
+    status: bool = flag()
+    """Show the status of every run, and stop."""
+    watch: bool = flag()
+    """On Slurm: stay until all runs have ended, and give up runs that fall behind."""
 
 
 def main(arguments: list[str]) -> int:
@@ -99,15 +100,7 @@ def main(arguments: list[str]) -> int:
 
 def parse(arguments: list[str]) -> SweepCommand:
     """Parse the command line."""
-    parser = make_parser("fedmpi sweep", ABOUT, SweepOptions)
-    parser.add_argument("file", nargs="?", default="", metavar="FILE", help="sweep file, or the name of a bundled one")
-    for flag, help in FLAGS.items():
-        parser.add_argument(f"--{flag}", action="store_true", help=help)
-    more: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
-    parser.add_argument("--only", **more, metavar="AXIS=LABEL", help="Only runs with these labels.")
-    parser.add_argument("--set", **more, metavar="KNOB=VALUE", help="Settings for all runs.")
-    parser.add_argument("--seeds", **more, type=int, help="Seeds to use instead of the file's.")
-    options = filled(parser, SweepCommand, lambda: parser.parse_args(arguments))
+    options = read_options(SweepCommand, arguments, "sweep", ABOUT, usage="FILE [options]")
     if not options.file:
         raise UserError("sweep was given no file; name one, or a bundled sweep: 'fedmpi recipes' lists them")
     return options
@@ -115,7 +108,6 @@ def parse(arguments: list[str]) -> SweepCommand:
 
 def check(options: SweepCommand) -> SweepPlan:
     """Return the plan of the sweep; raise a `UserError` for the first mistake."""
-    check_bounds(options, prefix="")
     starts = not (options.dry_run or options.status)
     if starts:
         check_options(options)

@@ -11,9 +11,8 @@ import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ...cluster.submit import Nothing
 from ...errors import unknown
-from ...runs.options import filled, is_sweep, make_parser, read_yaml, recipes
+from ...runs.options import flag, is_sweep, positional, read_options, read_yaml, recipes
 from ...runs.text import align
 from .grid import points
 from .sweepfile import read_sweep
@@ -50,19 +49,16 @@ class Recipe:
 class RecipesOptions:
     """The arguments of `fedmpi recipes`."""
 
-    name: str | None = None
-    json: bool = False
+    name: str = positional("NAME")
+    """Recipe to print. Default: list all, one line each."""
+    json: bool = flag()
+    """Print a list of objects, or one object with the file, as JSON."""
 
 
 def main(arguments: list[str]) -> int:
     """List the recipes or print one; return the exit code."""
-    parser = make_parser("fedmpi recipes", ABOUT, Nothing)
-    parser.add_argument("name", nargs="?", metavar="NAME", help="recipe to print; default: list all, one line each")
-    parser.add_argument(
-        "--json", action="store_true", help="for programs: a list of objects, or one object with the file"
-    )
-    options = filled(parser, RecipesOptions, lambda: parser.parse_args(arguments))
-    if options.name is None:
+    options = read_options(RecipesOptions, arguments, "recipes", ABOUT, usage="[NAME] [--json]")
+    if not options.name:
         found = [describe(name, path) for name, path in ordered(recipes())]
         print(
             json.dumps([asdict(recipe) for recipe in found], indent=2) if options.json else listing(found), flush=True
