@@ -233,11 +233,12 @@ def test_a_rule_made_by_hand_has_the_defaults_of_its_own_knobs() -> None:
 
 
 def test_help_shows_the_texts_of_declared_knobs_and_of_a_plug_ins(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main(["train", *RULE, "--help"])
-    said = " ".join(capsys.readouterr().out.split())
-    for text in ("share of the way that a client goes", "pull towards the global model", "agreement threshold of the"):
-        assert text in said
+    own, of_rule = "share of the way that a client goes", "pull towards the global model"
+    for option, shows in (("--help", {own: True, of_rule: False}), ("--help-all", {own: True, of_rule: True})):
+        with pytest.raises(SystemExit, match="0"):
+            main(["train", *RULE, option])
+        said = " ".join(capsys.readouterr().out.split())
+        assert {text: text in said for text in shows} == shows and "Agreement threshold of the" in said
 
 
 def test_a_knob_declared_in_one_place_is_an_option_with_default_bounds_and_text() -> None:
