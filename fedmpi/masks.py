@@ -8,7 +8,7 @@ A mask is a function (votes_S, clients) -> mask_S. One that looks at magnitudes 
 given (votes_S, clients, mean_S, square_S); only then do the squares travel. Masks are elementwise, because a rank has
 no more than its slice. One that needs to know how whole layers voted asks for `layers`: it is called layer by layer,
 with a `Layer` as its last argument whose counts are summed over the ranks. To add one, write it, declare its knobs in
-`plugins/builtin.py` and give it a row in `MASKS`, or name it from outside as `package.module:name`: a function of
+`knobs.py` and give it a row in `MASKS`, or name it from outside as `package.module:name`: a function of
 `MaskKnobs`.
 """
 
@@ -25,9 +25,9 @@ from torch import Tensor
 
 from .errors import UserError, raised
 from .flat import Span
+from .knobs import MaskKnobs
 from .layers import Layer, LayerVotes
 from .plugins import find, refuse
-from .plugins.builtin import MaskKnobs
 
 __all__ = ["MASKS", "Layer", "Mask", "MaskKnobs", "make_mask", "quorum"]
 

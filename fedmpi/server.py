@@ -10,7 +10,7 @@ Only operations that round each element by itself are used (no fused multiply-ad
 on where in a slice it lies. On different kinds of processor torch's square root may differ in its last bit.
 
 A rule names its moments with their start values and does one step in place. To add one, write it, declare its knobs in
-`plugins/builtin.py` and give it a row in `RULES`, or name it from outside as `package.module:name`: a function of
+`knobs.py` and give it a row in `RULES`, or name it from outside as `package.module:name`: a function of
 `ServerKnobs`.
 """
 
@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from .errors import UserError, raised, unknown
+from .knobs import VARIANTS, Adaptive, Heavy, ServerKnobs
 from .plugins import find, refuse
-from .plugins.builtin import VARIANTS, Adaptive, Heavy, ServerKnobs
 
 __all__ = ["RULES", "VARIANTS", "VARIED", "Moments", "ServerKnobs", "ServerRule", "make_server"]
 

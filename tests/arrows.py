@@ -13,7 +13,7 @@ PACKAGE = REPO / "fedmpi"
 DESIGN = REPO / "docs" / "design.md"
 BEGIN, END = "<!-- arrows: python -m tests.arrows -->\n```\n", "```\n<!-- end of arrows -->\n"
 
-BASE = {"errors", "seeds", "schedules", "plugins"}
+BASE = {"errors", "seeds", "schedules", "plugins", "knobs"}
 FEDERATION = BASE | {"flat", "layers", "comm", "local", "masks", "server", "cohort", "algorithms", "aggregate"}
 BELOW_RUNS = FEDERATION | {"meta", "rounds", "data", "models", "clients"}
 RUN = BELOW_RUNS | {"runs"}
@@ -21,7 +21,8 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "seeds": set(),
     "schedules": {"errors"},
-    "plugins": {"errors", "schedules"},
+    "plugins": {"errors"},
+    "knobs": {"errors", "plugins", "schedules"},
     "flat": {"errors"},
     "layers": {"flat"},
     "comm": {"errors"},

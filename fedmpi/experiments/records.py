@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ..plugins.builtin import VARIANTS
+from ..knobs import VARIANTS
 from ..plugins.knobs import knobs
 from ..runs.config import Config, renamed
 from ..runs.folder import CONFIG

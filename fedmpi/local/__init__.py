@@ -1,7 +1,7 @@
 """What a client does: rules that turn a `Job` into a `LocalResult`.
 
 A rule knows no model, no device, no launcher and no configuration object: it sees vectors, batches and a gradient, so
-it can be tested on a parabola. To add one, write a file here, declare its knobs in `plugins/builtin.py` and give it a
+it can be tested on a parabola. To add one, write a file here, declare its knobs in `knobs.py` and give it a
 row in `RULES`, or name it from outside as `package.module:name`: a function of `LocalKnobs`.
 """
 
@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from ..knobs import LocalKnobs
 from ..plugins import find, refuse
-from ..plugins.builtin import LocalKnobs
 from .descent import Descent, clipping, whole_gradient
 from .fedgma2021 import fedgma2021
 from .job import Channel, Job, LocalResult, LocalRule

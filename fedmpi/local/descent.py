@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..plugins.builtin import Sgd
+from ..knobs import Sgd
 from ..schedules import Rate, as_rate
 from .job import Job
 

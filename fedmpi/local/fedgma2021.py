@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from ..errors import unknown
-from ..plugins.builtin import GRADIENTS
+from ..knobs import GRADIENTS
 from .descent import Descent, whole_gradient
 from .job import Channel, Job, LocalResult, LocalRule
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..errors import unknown
-from ..plugins.builtin import OPTIONS
+from ..knobs import OPTIONS
 from .descent import Descent, whole_gradient
 from .job import Channel, Job, LocalResult, LocalRule
 

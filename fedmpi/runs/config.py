@@ -2,7 +2,7 @@
 YAML by jsonargparse.
 
 A field's bounds stand next to its default and are checked in one place, so an error always reads the same: what was
-given, what is valid. The knobs of rules and masks are declared in `plugins/builtin.py` and joined with those of the run
+given, what is valid. The knobs of rules and masks are declared in `knobs.py` and joined with those of the run
 here; plug-ins add theirs (`extend.py`). Fields that default to null are filled in by the algorithm's row
 (`build.resolve`) or by the machine; their help texts say so after "Default:".
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
-from ..plugins.builtin import LocalKnobs, MaskKnobs, ServerKnobs
+from ..knobs import LocalKnobs, MaskKnobs, ServerKnobs
 from ..plugins.knobs import check_bounds, knob, options
 
 FREE: tuple[str, ...] = ("out", "comm", "timeout", "workers", "log_to", "resume", "max_minutes", "data_root")

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, make_dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ..knobs import LocalKnobs, MaskKnobs, ServerKnobs
 from ..plugins import find_outside
-from ..plugins.builtin import LocalKnobs, MaskKnobs, ServerKnobs
 from ..plugins.knobs import extended, knobs
 from .config import Config, Local, Server
 

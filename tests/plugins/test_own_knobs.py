@@ -19,8 +19,8 @@ import fedmpi
 from fedmpi.algorithms import ALGORITHMS, KEYWORDS, Row
 from fedmpi.commands import main
 from fedmpi.errors import UserError
+from fedmpi.knobs import MaskKnobs, ServerKnobs
 from fedmpi.local import LocalKnobs, make_local
-from fedmpi.plugins.builtin import MaskKnobs, ServerKnobs
 from fedmpi.plugins.knobs import knob, options
 from fedmpi.runs.build import prepare, resolve
 from fedmpi.runs.config import Config, Local, Server
@@ -40,7 +40,7 @@ import torch
 from fedmpi.algorithms import Row
 from fedmpi.local import Descent, LocalKnobs, LocalResult, LocalRule
 from fedmpi.masks import Mask, MaskKnobs
-from fedmpi.plugins.knobs import knob
+from fedmpi.knobs import knob
 from fedmpi.server import ServerKnobs, ServerRule
 
 

@@ -1,7 +1,7 @@
 """The knobs of the built-in client rules, masks and server rules: one frozen dataclass per rule, declared here alone.
 
 The options of `fedmpi train`, the keys of config.yaml, defaults, bounds and help texts follow from these fields. They
-are not in the rules' own modules because those import torch, which commands that only read a configuration (status,
+have a module of their own because the rules import torch, which commands that only read a configuration (status,
 compare, report) must not wait for.
 
 To add a knob, add a field to its rule's class. A plug-in adds its own by extending `LocalKnobs`, `MaskKnobs` or
@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..schedules import Rate, as_rate
-from .knobs import knob
+from .plugins.knobs import knob
+from .schedules import Rate, as_rate
 
 # Client rules
 
