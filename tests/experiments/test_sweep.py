@@ -188,7 +188,7 @@ def test_a_sweep_is_looked_at_followed_and_cancelled_by_its_folder(
     told = capsys.readouterr().out
     assert f"the sweep's process {process.pid} ended" in told and "mean_s0: stopped; the checkpoint of round" in told
     assert "1 stopped, 3 waiting; the same 'fedmpi sweep' resumes it" in told
-    assert main(["cancel", str(home)]) == 2 and "has nothing that runs" in capsys.readouterr().err
+    assert main(["cancel", str(home)]) == 2 and "has no running or queued runs" in capsys.readouterr().err
     assert main(["status"]) == 0
     assert capsys.readouterr().out.startswith("runs/tiny  sweep, 4 runs: 1 stopped, 3 waiting; about ")
 
