@@ -1,7 +1,7 @@
-"""`fedmpi.train`: federated training as a Python call, in a notebook or a script, alone or under a launcher.
+"""`fedmpi.train`: federated training from Python, in a notebook or a script, in one process or under a launcher.
 
-The same machinery as the command line: every knob of it is a keyword here. In a script that torchrun or mpiexec has
-started, every rank makes the same call and gets the same result.
+It runs the same code as the command line, and takes every option as a keyword. In a script started by torchrun or
+mpiexec, every rank makes the same call and gets the same result.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class Link(NamedTuple):
     device: str
 
 
-ASKED = (signal.SIGTERM, signal.SIGUSR2)  # a Ctrl-C is for whoever calls
-WORK = ("epochs", "steps", "batch", "work")  # what of a client's knobs is not its rule's
-_connected: list[Link] = []  # at most one, for as long as this process lasts
+ASKED = (signal.SIGTERM, signal.SIGUSR2)  # a Ctrl-C is left to the caller
+WORK = ("epochs", "steps", "batch", "work")  # options of `local` that are not the rule's
+_connected: list[Link] = []  # at most one, for the lifetime of this process
 
 
 def train(
@@ -68,21 +68,21 @@ def train(
 ) -> Result:
     """Train a model by federated learning.
 
-    model      a module, the name of one (as --model), or None for the one that fits the data
-    data       the clients' data sets: a list or dict with one for each client, a torch Dataset of (sample, label) pairs
-               or a pair (samples, labels) of arrays. Or data for `split` and `clients` to split: one such Dataset or
+    model      a module, a name (as --model), or None for the default of the data
+    data       the clients' data sets: a list or dict with one per client, each a torch Dataset of (sample, label) pairs
+               or a pair (samples, labels) of arrays. Or data to be split by `split` and `clients`: one such Dataset or
                pair, an `Arrays`, a `Datasets`, or a name (as --data)
-    test       what to score the model on, a Dataset or a pair; `Arrays`, `Datasets` and data by name have their own
-    algorithm  a name (as --algorithm), a `Row`, or an `Algorithm` put together from rules
-    out        a run folder, as of the command line; None: nothing is written
+    test       test data: a Dataset or a pair; `Arrays`, `Datasets` and named data have their own
+    algorithm  a name (as --algorithm), a `Row`, or an `Algorithm` made of rules
+    out        run folder, as --out; None: nothing is written
     knobs      any option of `fedmpi train`: rounds=20, cohort=5, mask="gma", local={"lr": 0.05, "epochs": 2}, ...;
-               also by the names of other tools, as on the command line: lr=0.05, epochs=2, batch_size=32.
+               aliases from other tools work as on the command line: lr=0.05, epochs=2, batch_size=32.
                quiet=True prints nothing
 
     With a run folder, training resumes from the newest checkpoint, and SIGTERM, SIGUSR2 or `max_minutes` stop it in
     good order: it saves, and raises `Stopped`, a SystemExit with code 75.
 
-    A mistake is a `fedmpi.errors.UserError`, on every rank alike.
+    A mistake raises the same `fedmpi.errors.UserError` on every rank.
     """
     place = find_place(os.environ)
     follow_launcher(place, os.environ)
@@ -91,13 +91,13 @@ def train(
         given, chosen = choose(model, data, test, algorithm, out, knobs)
         cfg = from_values({"log_to": "none", **chosen, "out": None if out is None else str(out)}, given.row)
         if isinstance(algorithm, Algorithm) and algorithm.meta is not None and not cfg.meta.size:
-            raise UserError("the algorithm has a meta step, but meta is without a size; give meta={'size': SAMPLES}")
+            raise UserError("the algorithm has a meta step, but meta has no size; give meta={'size': SAMPLES}")
         prepared = prepare(cfg, given)
         return replace(prepared, out=None if out is None else prepared.out)
 
     with undisturbed():
         if _connected:
-            with agreed(_connected[0].comm):  # a mistake of one rank is that of all
+            with agreed(_connected[0].comm):  # a mistake on one rank raises on all
                 prepared = ready()
         else:
             prepared = agree_early(place, place.launcher == "mpi" or knobs.get("comm") == "mpi", ready)
@@ -111,7 +111,7 @@ def train(
 
 
 def signature() -> inspect.Signature:
-    """Return the signature of `train` with every knob spelled out, for `help` and for completion in a notebook."""
+    """Return the signature of `train` with all options as keywords, for `help` and for completion in notebooks."""
     own = inspect.signature(train)
     fixed = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
     names = [name for name in Knobs.__annotations__ if name not in own.parameters]
@@ -126,7 +126,7 @@ train.__signature__ = signature()  # type: ignore[attr-defined]
 def choose(
     model: Any, data: Any, test: Any, algorithm: Any, out: Any, knobs: Mapping[str, Any]
 ) -> tuple[Given, dict[str, Any]]:
-    """Return what was handed over, and the knobs that follow from it."""
+    """Return the objects that were passed, and the options that follow from them."""
     if not isinstance(out, str | Path | None):
         raise UserError(f"out is {type(out).__name__}; it must be the name of a folder, or None")
     chosen = as_tree(knobs)
@@ -144,7 +144,7 @@ def choose(
     chosen |= {"model": model if module is None else None, "algorithm": algorithm if made is None else "own"}
     if isinstance(data, str) or isinstance(data, Arrays | Datasets):
         if test is not None:
-            raise UserError("test is given beside data that bring their own; leave it out")
+            raise UserError("test is given, but the data have their own; leave it out")
         chosen["data"] = data if isinstance(data, str) else data.name
         found: Data | None = None if isinstance(data, str) else data
     else:
@@ -153,7 +153,7 @@ def choose(
 
 
 def check_algorithm(algorithm: Algorithm, knobs: Mapping[str, Any]) -> None:
-    """Refuse an algorithm that is not made of rules, and knobs that it does not read."""
+    """Refuse an algorithm that is not made of rules, and options that it does not read."""
     kinds = {"local": LocalRule, "mask": Mask, "server": ServerRule, "meta": MetaStep | None}
     for name, kind in kinds.items():
         if not isinstance(value := getattr(algorithm, name), kind):
@@ -166,14 +166,14 @@ def check_algorithm(algorithm: Algorithm, knobs: Mapping[str, Any]) -> None:
     asked |= {f"local.{k}" for k, v in local.items() if k not in WORK and v != usual["local"].get(k)}
     if asked:
         raise UserError(
-            f"{', '.join(sorted(asked))} is given beside an Algorithm, which has its rules already; leave it out, or "
+            f"{', '.join(sorted(asked))} is given with an Algorithm, which has its own rules; leave it out, or "
             "give the algorithm by name"
         )
 
 
 def of_clients(data: Any, test: Any, chosen: dict[str, Any]) -> Data:
-    """Return the data of all clients as one: data sets of their own, with the split that gives each its own back in
-    `chosen`, or one data set that is still to be split."""
+    """Return the data of all clients as one object: either one data set per client, with the matching split added to
+    `chosen`, or one data set to be split."""
     one = is_part(data)
     if not one and not isinstance(data, Mapping | Sequence):
         raise UserError(
@@ -181,17 +181,17 @@ def of_clients(data: Any, test: Any, chosen: dict[str, Any]) -> Data:
             "(samples, labels) to split, an Arrays, a Datasets, or a name"
         )
     if not one and not len(data):
-        raise UserError("data is empty; give a data set for each client")
+        raise UserError("data is empty; give one data set per client")
     if test is None:
-        raise UserError("test is missing; give what the model is to be scored on: a Dataset, or a pair of arrays")
+        raise UserError("test is missing; give the test data: a Dataset, or a pair of arrays")
     if one and "clients" not in chosen:
         raise UserError(
             'data is one data set; give clients=, and split= such as "iid", "classes" or "dirichlet", to split it, or '
-            "give a list with a data set for each client"
+            "give a list with one data set per client"
         )
     if not one and chosen.keys() & {"split", "clients"}:
         raise UserError(
-            f"split or clients is given with {len(data)} data sets, one for each client, which are the split; leave it "
+            f"split or clients is given with {len(data)} data sets, one per client, which are the split; leave it "
             "out, or give one data set to be split"
         )
     parts = list(data.values()) if isinstance(data, Mapping) and not one else data
@@ -203,7 +203,7 @@ def of_clients(data: Any, test: Any, chosen: dict[str, Any]) -> Data:
 
 
 def link(cfg: Config, place: Place, device: torch.device) -> Comm:
-    """Return this rank's connection to the others: made at the first call, ended with the process."""
+    """Return this rank's connection to the others: opened at the first call, closed with the process."""
     if not _connected:
         comm = connect(cfg.comm, place, device, cfg.timeout, os.environ)
         if device.type == "cpu":
@@ -213,17 +213,17 @@ def link(cfg: Config, place: Place, device: torch.device) -> Comm:
     if _connected[0].device != device.type and place.size > 1:
         raise UserError(
             f"the ranks of this process are connected for {_connected[0].device}, and device is now {device.type}; "
-            "keep to one of them in a script"
+            "use one device type per script"
         )
     return _connected[0].comm
 
 
 @contextmanager
 def together(comm: Comm) -> Iterator[None]:
-    """End all ranks on a fault of this rank alone: the others would wait for it."""
+    """Abort all ranks if this rank alone fails: the others would wait for it."""
     try:
         yield
-    except (UserError, CommonError, Stopped):  # raised on every rank alike
+    except (UserError, CommonError, Stopped):  # raised on every rank
         raise
     except BaseException:
         if comm.size == 1:
@@ -233,7 +233,7 @@ def together(comm: Comm) -> Iterator[None]:
 
 
 def exported(outcome: Outcome) -> nn.Module:
-    """Return the trained model, its tensors in memory of their own."""
+    """Return a copy of the trained model on the CPU, in evaluation mode."""
     tensors = trained_tensors(outcome.task, outcome.state)
     model = copy.deepcopy(outcome.task.model).cpu()
     for name, tensor in (dict(model.named_parameters()) | dict(model.named_buffers())).items():

@@ -1,8 +1,8 @@
-"""The kinds of errors, their exit codes, and helpers to word them.
+"""Errors, their exit codes, and helpers for error messages.
 
 A `UserError` is the caller's mistake: one line that says what was given, what is valid and what to do. The command line
-prints it without a traceback and exits with code 2. A `RunError` is a fault of the run itself (a rank that is gone):
-also one line, exit code 1. If all ranks raise it alike, it is a `CommonError`.
+prints it without a traceback and exits with code 2. A `RunError` is a failure of the run itself (such as a lost rank):
+also one line, exit code 1. If all ranks raise it with the same message, it is a `CommonError`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ import traceback
 from collections.abc import Callable, Iterable
 from typing import TextIO
 
-AGAIN = 75  # the exit code of a run that stopped in good order and wants to be restarted (EX_TEMPFAIL)
+AGAIN = 75  # exit code of a run that stopped in good order and can be restarted (EX_TEMPFAIL)
 
 
 class OneLine(Exception):
-    """An error whose message is one printable line, whatever was given. A notebook shows that line without a
-    traceback."""
+    """An error whose message is always one printable line. Notebooks show it without a traceback."""
 
     def _render_traceback_(self) -> list[str]:
         """Return the lines that IPython prints."""
@@ -32,35 +31,35 @@ class OneLine(Exception):
 
 
 class UserError(OneLine, ValueError):
-    """The caller's mistake: exit code 2."""
+    """A mistake of the caller: exit code 2."""
 
 
 class RunError(OneLine, RuntimeError):
-    """A fault while running: exit code 1."""
+    """A failure of the run: exit code 1."""
 
 
 class CommonError(RunError):
-    """A fault that every rank raises with the same message at the same point, so that all exit in good order."""
+    """A failure that every rank raises with the same message at the same point, so that all exit in good order."""
 
 
 class FileError(RunError):
-    """A file of a run that is damaged or cannot be read."""
+    """A failure to read a file of a run, or a damaged one."""
 
 
 class AgreedError(UserError):
-    """A caller's mistake that every rank knows of, so that rank 0 prints it for all."""
+    """A mistake of the caller that every rank raises, so that rank 0 prints it for all."""
 
 
 MISTAKEN = {errno.ENAMETOOLONG, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EACCES, errno.EPERM}
-MISTAKEN |= {errno.EROFS, errno.EINVAL}  # another path helps; with other errors it does not
+MISTAKEN |= {errno.EROFS, errno.EINVAL}  # errors that another path fixes
 
 
 def of_path(error: OSError) -> UserError | FileError:
-    """Return the error for a path that the system refuses: a mistake if another path helps, else a fault."""
+    """Return the error for a path that the system refuses: a `UserError` if another path helps, else a `FileError`."""
     path = "" if error.filename is None else f"'{short_path(str(error.filename))}' "
     if error.errno in MISTAKEN:
         return UserError(f"{path}cannot be used ({reason(error)}); give another path")
-    return FileError(f"{path or 'a file '}cannot be used ({reason(error)}); see to that and try again")
+    return FileError(f"{path or 'a file '}cannot be used ({reason(error)}); fix that and try again")
 
 
 def short_path(path: str) -> str:
@@ -69,7 +68,7 @@ def short_path(path: str) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Return why something could not be read or written, in a few words."""
+    """Return why something could not be read or written, as a short text."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error).split("\n")[0]
 
 
@@ -80,15 +79,15 @@ def complain(message: str) -> None:
 
 
 def silence(stream: TextIO) -> None:
-    """Redirect a stream that nobody reads any more to /dev/null, or Python complains at exit."""
+    """Redirect a stream with a closed pipe to /dev/null, or Python prints an error at exit."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
 
 
 def unknown(kind: str, given: str, known: Iterable[str], own: bool = False, near: str | None = None) -> UserError:
-    """Return the error for a name that is not in a table, with what was probably meant: `near`, or the closest match.
-    `own` says that an import path is valid, too."""
+    """Return the error for a name that is not in a table, with a suggestion: `near`, or the closest match.
+    `own`: an import path is valid, too."""
     names = sorted(known)
     near = near or nearest(given, names)
     hint = f"did you mean '{near}'? " if near else ""
@@ -142,10 +141,10 @@ def exit_code(work: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         complain("interrupted")
         return 130
-    except BrokenPipeError:  # the reader is gone, as in '| head'
+    except BrokenPipeError:  # the pipe is closed, as by '| head'
         silence(sys.stdout)
         return 0
-    except OSError as error:  # of a path that was given, such as a name that is too long
+    except OSError as error:  # of a given path, such as a name that is too long
         if error.filename is None:  # a bug: show the traceback
             raise
         refused = of_path(error)

@@ -124,7 +124,7 @@ class Clients(Protocol):
 
     @property
     def layout(self) -> Layout:
-        """Where the model's tensors lie in the flat vector."""
+        """Return where the model's tensors lie in the flat vector."""
 
     @property
     def device(self) -> torch.device: ...

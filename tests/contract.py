@@ -183,7 +183,7 @@ def check_agreed(comm: Comm) -> None:
     for error, kind, text in (
         (UserError("no such data; get some"), UserError, "no such data; get some"),
         (FileError("it is damaged"), CommonError, "it is damaged"),
-        (OSError(5, "Broken", "f"), CommonError, "'f' cannot be used (Broken); see to that and try again"),
+        (OSError(5, "Broken", "f"), CommonError, "'f' cannot be used (Broken); fix that and try again"),
         (OSError(36, "Too long", "f"), UserError, "'f' cannot be used (Too long); give another path"),
     ):
         with pytest.raises(kind) as raised, agreed(comm):

@@ -365,7 +365,7 @@ def test_an_algorithm_with_a_meta_step() -> None:
     assert same(result, train(linear(), pairs(), algorithm="fedmeta", mask="gma", meta={"size": 10, "lr": 0.05}))
     assert not same(result, train(linear(), pairs(), algorithm=replace(stepping, meta=None), meta={"size": 10}))
     said = refused(linear(), pairs(), algorithm=stepping)
-    assert said == "the algorithm has a meta step, but meta is without a size; give meta={'size': SAMPLES}"
+    assert said == "the algorithm has a meta step, but meta has no size; give meta={'size': SAMPLES}"
 
 
 def test_an_algorithm_with_a_memory() -> None:
@@ -418,8 +418,8 @@ WRONG_KNOBS: dict[str, tuple[dict[str, Any], str]] = {
     "no algorithm": ({"algorithm": 3}, "algorithm is int; it must be a name, a Row or an Algorithm"),
     "a row with a number for a word": ({"algorithm": Row("sgd", 3)}, "algorithm 'own' has server = 3; "),  # type: ignore[arg-type]
     "a row with an unknown rule": ({"algorithm": Row("sdg", "sgd")}, "unknown local rule 'sdg'; did you mean 'sgd'?"),
-    "a split of one's own": ({"split": "iid"}, "split or clients is given with 3 data sets, one for each client"),
-    "a number of clients": ({"clients": 3}, "split or clients is given with 3 data sets, one for each client"),
+    "a split of one's own": ({"split": "iid"}, "split or clients is given with 3 data sets, one per client"),
+    "a number of clients": ({"clients": 3}, "split or clients is given with 3 data sets, one per client"),
     "an empty folder name": ({"out": ""}, "--out is ''; name a folder, or leave it out"),
     "no such device": ({"device": "cuda:99"}, "device 'cuda:99' but "),
 }
@@ -450,8 +450,8 @@ class Endless:
 
 NONE = (torch.zeros(0, FEATURES), torch.zeros(0, dtype=torch.int64))
 WRONG_DATA: dict[str, tuple[Any, Any, str]] = {
-    "an empty list": ([], TEST, "data is empty; give a data set for each client"),
-    "an empty dict": ({}, TEST, "data is empty; give a data set for each client"),
+    "an empty list": ([], TEST, "data is empty; give one data set per client"),
+    "an empty dict": ({}, TEST, "data is empty; give one data set per client"),
     "nothing": (None, TEST, "data is NoneType; it must be a list or dict of the clients' data sets, one Dataset or"),
     "one pair": (TEST, TEST, "data is one data set; give clients=, and split= such as"),
     "one Dataset": (TensorDataset(*TEST), TEST, "data is one data set; give clients=, and split= such as"),
@@ -464,12 +464,12 @@ WRONG_DATA: dict[str, tuple[Any, Any, str]] = {
         TEST,
         "your data: client 0 has no samples; leave it out",
     ),
-    "no test": (pairs(), None, "test is missing; give what the model is to be scored on"),
+    "no test": (pairs(), None, "test is missing; give the test data"),
     "a test of the wrong kind": (pairs(), 3, "your data has a test part of int; it must be a Dataset or a pair"),
     "tests by client": (pairs(), [TEST, TEST], "your data has a test part of list; it must be"),
     "an empty test": ([TensorDataset(*TEST)], TensorDataset(*NONE), "data set 'your data' has no test sample"),
-    "a test beside arrays": (tiny(), TEST, "test is given beside data that bring their own; leave it out"),
-    "a test beside a name": ("tiny", TEST, "test is given beside data that bring their own; leave it out"),
+    "a test beside arrays": (tiny(), TEST, "test is given, but the data have their own; leave it out"),
+    "a test beside a name": ("tiny", TEST, "test is given, but the data have their own; leave it out"),
     "an unknown name": ("tniy", None, "unknown data set 'tniy'; did you mean 'tiny'?"),
     "no such module": ("nowhere:make", None, "data set 'nowhere:make': there is no module 'nowhere'"),
     "shapes that differ": ([TEST, (torch.zeros(9, 3), torch.zeros(9, dtype=torch.int64))], TEST, "your data has sam"),
@@ -704,7 +704,7 @@ def test_a_run_folder_is_that_of_the_command_line(tmp_path: Path, capsys: pytest
 def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
     train(linear(), pairs(), out="run")
     assert refused(linear(), pairs(), out="run") == (
-        "--out run already holds a finished run; choose another folder or remove it, or go on from it with more "
+        "--out run already holds a finished run; choose another folder or remove it, or resume it with more "
         "--rounds and --resume force"
     )
 
@@ -796,7 +796,7 @@ def test_two_ranks_give_the_same_bits_as_one_and_raise_the_same(tmp_path: Path) 
 )
 def test_knobs_that_an_algorithm_has_already_are_refused(knobs: dict[str, Any], named: str) -> None:
     said = refused(linear(), pairs(), algorithm=put_together(), **knobs)
-    assert said.startswith(f"{named} is given beside an Algorithm, which has its rules already; leave it out")
+    assert said.startswith(f"{named} is given with an Algorithm, which has its own rules; leave it out")
 
 
 def test_an_algorithm_is_made_of_rules() -> None:

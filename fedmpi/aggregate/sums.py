@@ -99,7 +99,7 @@ class Accumulator:
 
     @property
     def rows(self) -> list[Rows]:
-        """The rows in use: sums, votes, squares."""
+        """Return the rows in use: sums, votes, squares."""
         return [rows for rows in (self.sums, self.votes, self.squares) if rows is not None]
 
     def reset(self, total: int) -> None:
@@ -114,7 +114,7 @@ class Accumulator:
 
     @property
     def limit(self) -> float:
-        """The bound that an element of a delta must stay below."""
+        """Return the bound that an element of a delta must stay below."""
         if self.exact:
             return float(2**RANGE_BITS)
         return torch.finfo(torch.float32).max / 2 / self.total
@@ -203,7 +203,7 @@ class Totals:
 
     @property
     def clients(self) -> int:
-        """The number of clients whose updates count."""
+        """Return the number of clients whose updates count."""
         return len(self.used)
 
     def require(self, least: int, round: int) -> None:

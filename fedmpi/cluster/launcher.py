@@ -146,7 +146,7 @@ def start_anew(own: dict[str, str], arguments: list[str]) -> int:
 
 
 def stand_alone() -> None:
-    """In a new rank: leave the launcher's process group and unblock signals."""
+    """Leave the launcher's process group and unblock signals, in a new rank."""
     os.setpgid(0, 0)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (*FORWARDED, signal.SIGCHLD))
 

@@ -70,8 +70,8 @@ def decide(code: int, run: Path | None, retries: int, job: str, restarts: int) -
             return False, "the run was cancelled"
     saved = newest_checkpoint(run) or 0
     wasted = 0
-    for life in reversed([life for life in records(run / LIVES, Restart) if life.get("job") == job]):
-        if life.get("round") != saved:
+    for attempt in reversed([one for one in records(run / LIVES, Restart) if one.get("job") == job]):
+        if attempt.get("round") != saved:
             break
         wasted += 1
     limit = max(1, retries) if stopped_cleanly(code, run) else retries

@@ -208,10 +208,10 @@ def state_of(run: Path, job: Job | None, facts: Fingerprint | None) -> tuple[str
 
 def state_at_rest(run: Path, job: Job | None, facts: Fingerprint | None, slurm: str) -> tuple[str, str]:
     """Return the state of an unfinished run that is not running."""
-    lives = [life for life in records(run / LIVES, Restart) if job is not None and is_of(life, job.id)]
+    attempts = [one for one in records(run / LIVES, Restart) if job is not None and is_of(one, job.id)]
     given_up = ""
-    if lives and not lives[-1].get("again"):
-        given_up = f"not restarted: {lives[-1].get('why')}"
+    if attempts and not attempts[-1].get("again"):
+        given_up = f"not restarted: {attempts[-1].get('why')}"
     if cancelled(run):
         return "cancelled", ""
     if slurm == "CANCELLED":
@@ -221,11 +221,11 @@ def state_at_rest(run: Path, job: Job | None, facts: Fingerprint | None, slurm: 
     if stopped := read(run / STOPPED, Stopped):
         reasons = [f"by {stopped['why']} after round {stopped['round']}", given_up]
         return "stopped", "; ".join(filter(None, reasons))
-    if not records(run / STARTS, Start) and not slurm and not lives:
+    if not records(run / STARTS, Start) and not slurm and not attempts:
         return "unknown", "not started" if job is None else "Slurm has forgotten the job, and the run never started"
     reasons = [
         "" if slurm in ("FAILED", "COMPLETED") else slurm.lower().replace("_", " "),
-        f"exit code {lives[-1].get('code')}" if lives else "",
+        f"exit code {attempts[-1].get('code')}" if attempts else "",
         given_up,
     ]
     return "failed", "; ".join(filter(None, reasons)) or "it ended before it was finished"

@@ -55,7 +55,7 @@ class DataOptions:
 
     @property
     def folder(self) -> Path | None:
-        """The given folder, if any."""
+        """Return the given folder; None if there is none."""
         return Path(self.data_root).expanduser() if self.data_root else None
 
 

@@ -110,7 +110,7 @@ class Balance:
 
     @property
     def waiting(self) -> float:
-        """The share of local training that ranks wait for the slowest one."""
+        """Return the share of local training that ranks wait for the slowest one."""
         return 1 - 1 / self.ratio
 
 

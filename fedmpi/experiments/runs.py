@@ -1,6 +1,6 @@
-"""Runs of any version, read from their folders, and groups of runs that differ only in the seed.
+"""Read runs of any version from their folders, and group runs that differ only in the seed.
 
-A run may be unfinished, or torn by a kill: what is there is read. Nothing here imports torch.
+A run may be unfinished or killed: what is there is read. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SWEEP, PARTITION = "sweep.json", "partition.json"
 MOST_PARTITION = 1 << 26  # bytes of a partition.json, which has one number per client (10,000) and class
 
 IDLE = (*FREE, "threads", "device", "deterministic", "min_clients", "eval.batch")
-"""knobs, and prefixes of groups, that change what is learnt and measured in the last bits at most"""
+"""knobs, and prefixes of groups, that change results at most in the last bits"""
 PLAIN = ("algorithm", "mask", "data", "split", "model")  # knobs whose value needs no name in a label
 TASK = ("data", "model", "split", "clients", "rounds")  # knobs that comparable runs share
 
@@ -42,7 +42,7 @@ class Run:
     metric: str
     """records have test_<metric>, None in rounds without evaluation"""
     rises: bool
-    """whether more of the metric is better"""
+    """whether a higher metric is better"""
     finished: dict[str, Any]
     """finished.json; {} if the run is unfinished"""
     labels: dict[str, str]
@@ -62,26 +62,26 @@ class Run:
 
     @property
     def done(self) -> bool:
-        """Whether all rounds are completed."""
+        """Return whether all rounds are completed."""
         return bool(self.finished) or len(self.records) >= self.config["rounds"]
 
     @property
     def score(self) -> str:
-        """The key of the metric in a record."""
+        """Return the key of the metric in a record."""
         return f"test_{self.metric}"
 
     @property
     def sides(self) -> str:
-        """The key in a record of the metric on participating clients and on the others."""
+        """Return the key in a record of the metric on participating clients and on the others."""
         return f"{SIDES}{self.metric}"
 
     @property
     def sweep(self) -> Path | None:
-        """The folder of its sweep; None if it belongs to none with axes."""
+        """Return the folder of its sweep; None if it belongs to no sweep with axes."""
         return self.folder.resolve().parent if self.labels else None
 
     def series(self, *path: str) -> dict[int, float]:
-        """Return round -> value under these nested keys of the records, where there is one."""
+        """Return round -> value under these nested keys of the records, for rounds that have one."""
         found = {record["round"]: look_up(record, path) for record in self.records}
         return {number: value for number, value in found.items() if value is not None}
 
@@ -103,7 +103,7 @@ class Group:
 
     @property
     def first(self) -> Run:
-        """A run to read what all of them share from."""
+        """Return the first run, to read what all runs share."""
         return self.runs[0]
 
     @property
@@ -139,11 +139,11 @@ def read_run(folder: Path, whole: bool = False) -> Run:
             raise no_run(folder, f"No such file or directory: '{folder / name}'")
     config = read_config(folder)
     lines = list(read_lines(folder))
-    most = max(config["rounds"], len(lines))  # a larger number is damage, and a plot up to it could take all memory
+    most = max(config["rounds"], len(lines))  # a larger number is damage; a plot up to it could exhaust memory
     valid = [line.record for line in lines if line.record is not None and line.record["round"] <= most]
     records = {record["round"]: record for record in valid}  # the last record of a round wins
     damaged = [line for line in lines if line.record is None or line.record["round"] > most]
-    torn = bool(lines) and lines[-1].torn  # killed while its last round was written: still a run
+    torn = bool(lines) and lines[-1].torn  # killed while writing its last round: still a run
     if damaged and (whole or not (records or torn)):
         raise Damaged(folder / METRICS, f"is damaged: line {damaged[0].number} {damaged[0].wrong or 'is no round'}")
     dealt, finished = read(folder / PARTITION, Dealt, MOST_PARTITION) or {}, read(folder / FINISHED, Finished)
@@ -181,7 +181,7 @@ def find_runs(paths: list[Path]) -> list[Run]:
         folders = folders_in(path)
         if not folders and not os.path.lexists(path / CONFIG):
             raise no_run(path, "and there is none below it")
-        for folder in folders or [path]:  # the latter for the error message of `read_run`
+        for folder in folders or [path]:  # [path]: so that `read_run` raises its error
             found.setdefault(folder.resolve(), folder)
     return [read_run(folder) for folder in found.values()]
 
@@ -196,7 +196,7 @@ def folders_in(path: Path) -> list[Path]:
         shown = [one for one in path.iterdir() if one.is_dir() and not one.name.startswith(".")]
     except OSError as error:
         raise no_run(path, str(error)) from None
-    inside = [one for one in shown if not one.is_symlink() or is_run(one)]  # a link to a folder above would never end
+    inside = [one for one in shown if not one.is_symlink() or is_run(one)]  # a link to a parent folder would never end
     return [folder for one in sorted(inside, key=natural) for folder in folders_in(one)]
 
 
@@ -247,7 +247,7 @@ def differences(runs: list[Run]) -> dict[str, list[Any]]:
 
 
 def essence(run: Run) -> dict[str, Any]:
-    """Return the knobs that affect the model, without the seed. Plain averaging has no threshold, only sand a
+    """Return the knobs that affect the model, without the seed. Plain averaging has no threshold; only sand has a
     sharpness."""
     unread = {"mean": ("tau", "sharpness"), "sand": ()}.get(run.mask, ("sharpness",))
     left_out = ("seed", *unread)
@@ -287,7 +287,7 @@ def distinguishing(keys: list[dict[str, Any]], always: Iterable[str] = ()) -> li
 
 
 def make_group(key: dict[str, str], runs: list[Run], taus: bool = False) -> Group:
-    """Return the group of runs with a key; of several with one seed, the one with most rounds represents it."""
+    """Return the group of runs with a key; of several with the same seed, the one with most rounds counts."""
     ahead = sorted(runs, key=lambda run: -len(run.records))
     best = {run.seed: run for run in reversed(ahead)}
     chosen = [best[seed] for seed in sorted(best)]

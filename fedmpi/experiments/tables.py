@@ -17,7 +17,7 @@ from ..runs.text import align
 
 @dataclass(frozen=True)
 class Mark:
-    """A sign after a cell, and its meaning, which tables have in a note and CSV in a separate column."""
+    """A sign after a cell, and its meaning, which is a note in tables and a separate column in CSV."""
 
     sign: str
     meaning: str
@@ -36,7 +36,7 @@ class Number:
     better: bool = False
     """bold: the better of a pair"""
     note: str = ""
-    """a few words after it: 2 of 3"""
+    """short text after the number, such as 2 of 3"""
     mark: Mark | None = None
 
 
@@ -64,21 +64,21 @@ class Interval:
 
 @dataclass(frozen=True)
 class Probability:
-    """The p of a test."""
+    """The p-value of a test."""
 
     value: float
 
 
 @dataclass(frozen=True)
 class Missing:
-    """No value, and why."""
+    """A missing value, and the reason."""
 
     why: str = "-"
 
 
 Cell = str | Number | Difference | Interval | Probability | Missing
 SUFFIXES = ("", " sd", " low", " high", " note")
-"""of the CSV columns of one column"""
+"""of the CSV columns that a column is split into"""
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ def to_latex(table: Table) -> str:
         [
             r"\begin{table}",
             r"  \centering",
-            rf"  \caption{{{latex(table.title)}}}\smallskip",  # article leaves no space below a caption
+            rf"  \caption{{{latex(table.title)}}}\smallskip",  # the article class leaves no space below a caption
             rf"  \begin{{tabular}}{{{table.sides}}}",
             r"    \toprule",
             row([latex(name) for name in table.columns]),
@@ -184,7 +184,7 @@ def to_latex(table: Table) -> str:
 
 
 def to_csv(table: Table) -> str:
-    """Return the exact numbers; deviation, interval and note of a column have columns of their own."""
+    """Return the exact numbers as CSV; deviation, interval and note have separate columns."""
     rows = [[raw(cell) for cell in row] for row in table.rows]
     kept = [suffixes_of([row[i] for row in rows]) for i in range(len(table.columns))]
     out = io.StringIO()
@@ -228,8 +228,8 @@ LATEX = {c: f"\\{c}" for c in "{}$&#_%"} | {
     "<": r"\textless{}",
     ">": r"\textgreater{}",
     "|": r"\textbar{}",
-    '"': r"{\char34}",  # in every font encoding
-    "[": "{[}",  # after the end of a row it would begin an option
+    '"': r"{\char34}",  # works in every font encoding
+    "[": "{[}",  # after the end of a row it would start an option
     "]": "{]}",
     "*": "{*}",
     "±": r"$\pm$",
@@ -244,7 +244,7 @@ def latex(text: str) -> str:
     """Return text escaped for LaTeX; a hyphen before a number is a minus."""
     escaped = "".join(LATEX.get(c, c) for c in one_line(text))
     escaped = re.sub(r"(?<![\w}\-])-(?=\d)", "$-$", escaped)
-    return re.sub("-(?=-)", "-{}", escaped)  # two of them would become a dash
+    return re.sub("-(?=-)", "-{}", escaped)  # two hyphens would become a dash
 
 
 def markdown(text: str) -> str:

@@ -1,6 +1,6 @@
-"""The one place that imports torchvision, which may not want to be imported.
+"""Import torchvision, also if its compiled part cannot be loaded. Nothing else imports it.
 
-`python -m fedmpi.plugins.torchvision` checks whether it can be imported by anybody else, and names the fix.
+`python -m fedmpi.plugins.torchvision` checks whether other code can import it, and names the fix.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ _declared: list[torch.library.Library] = []  # a declaration lasts as long as it
 
 
 def import_torchvision() -> ModuleType:
-    """The module torchvision, also where its compiled part cannot load."""
+    """Return the module torchvision, also if its compiled part cannot be loaded."""
     ready_torchvision()
     try:
         return importlib.import_module("torchvision")
     except (ImportError, RuntimeError) as error:
         raise UserError(
-            f"torchvision cannot be imported ({error}); install the one that belongs to torch {torch.__version__}"
+            f"torchvision cannot be imported ({error}); install the version for torch {torch.__version__}"
         ) from error
 
 
 def ready_torchvision() -> None:
-    """Let torchvision be imported by whoever wants to, also where its compiled part cannot load.
+    """Make torchvision importable for any code, also if its compiled part cannot be loaded.
 
-    A torchvision built for CUDA finds no CUDA library beside a CPU-only torch; its operators are then missing, and
-    its own import dies when it describes `nms`, although nothing here uses an operator. So load the compiled part as
-    torchvision would, and only where `nms` is still missing declare it. Declaring first would clash with a healthy
-    torchvision, and trying the plain import first would leave half of its modules behind.
+    A torchvision built for CUDA finds no CUDA library next to a CPU-only torch. Its operators are then missing, and
+    its import fails when it registers `nms`, although nothing here uses an operator. So load the compiled part as
+    torchvision would, and declare `nms` only if it is still missing. Declaring it first would clash with a working
+    torchvision; a failed plain import would leave half of its modules in `sys.modules`.
     """
     if "torchvision" in sys.modules or _declared:
         return
@@ -56,13 +56,13 @@ def ready_torchvision() -> None:
 
 
 def torchvision_trouble(environ: Mapping[str, str] = os.environ) -> tuple[str, str] | None:
-    """Import torchvision in a fresh process, as a user's script or another package would; where that fails, return what
-    is wrong and the fix."""
+    """Import torchvision in a new process, as a user's script or another package would; if that fails, return the
+    problem and the fix."""
     command = [sys.executable, "-c", "import torchvision"]
     try:
         done = subprocess.run(command, env=dict(environ), stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
     except subprocess.TimeoutExpired:
-        return "'import torchvision' has not ended within 60 s", "see whether the file system is slow"
+        return "'import torchvision' has not ended within 60 s", "check whether the file system is slow"
     if done.returncode == 0:
         return None
     lines = done.stderr.decode(errors="replace").split("\n")
@@ -71,18 +71,18 @@ def torchvision_trouble(environ: Mapping[str, str] = os.environ) -> tuple[str, s
     built = torchvision_build()
     text = f"torchvision {built or '(missing)'} does not fit torch {torch.__version__}: its import fails ({why})"
     wanted = f"torch=={plain} torchvision" + (f"=={built.partition('+')[0]}" if built else "")
-    cure = (
+    fix = (
         "fedmpi works without its compiled part, but your own scripts and packages such as peft and timm do not. "
         f"Install both from one build: pip install --force-reinstall {wanted} "
-        f"--index-url https://download.pytorch.org/whl/{build or 'cpu'}; where that cannot be had, call "
+        f"--index-url https://download.pytorch.org/whl/{build or 'cpu'}; if there is none, call "
         "fedmpi.plugins.torchvision.ready_torchvision() in your script before anything imports torchvision"
     )
-    return text, cure
+    return text, fix
 
 
 def torchvision_build() -> str:
-    """The version of torchvision with what it was built for, such as 0.28.0+cu130, read without importing it; empty
-    where it is not installed."""
+    """Return the version of torchvision with its build, such as 0.28.0+cu130, without importing it; '' if it is not
+    installed."""
     package = importlib.util.find_spec("torchvision")
     for folder in (package.submodule_search_locations if package else None) or []:
         with contextlib.suppress(OSError):
@@ -95,7 +95,7 @@ def torchvision_build() -> str:
 
 
 def _load_operators() -> None:
-    """Load torchvision's compiled operators where they can be loaded."""
+    """Load torchvision's compiled operators, if possible."""
     package = importlib.util.find_spec("torchvision")
     for folder in (package.submodule_search_locations if package else None) or []:
         loader = (importlib.machinery.ExtensionFileLoader, importlib.machinery.EXTENSION_SUFFIXES)

@@ -1,10 +1,10 @@
-"""Names that people know from other tools, and the options here that they stand for.
+"""Aliases: names of options and values in other tools, and what they are called here.
 
-One table for the command line and for the keywords of `fedmpi.train`; docs/guide.md shows it. A configuration file has
-the real names only, so that a run's config.yaml reads the same whoever wrote the command.
+One table serves the command line and the keywords of `fedmpi.train`; docs/guide.md shows it. Configuration files have
+only the real names, so that config.yaml does not depend on how the command was written.
 
-A name is looked up whatever its case, its `-` and its `_`. Options of a group are also found by `GROUP_NAME`
-(`--local_lr`, `--eval-every`), and those of the client by `client_NAME`.
+The lookup ignores case, `-` and `_`. Options of a group are also found as `GROUP_NAME` (`--local_lr`, `--eval-every`),
+and those of the client as `client_NAME`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "checkpoint.every": ("save_every", "checkpoint_interval"),
     "log_to": ("logger", "report_to"),
 }
-"""real name -> names that are accepted for it"""
+"""real name -> accepted aliases"""
 
 HINTS: dict[str, str] = {
     "momentum": "--local.momentum is the clients', --server.momentum the server's",
@@ -80,14 +80,14 @@ HINTS: dict[str, str] = {
     "tensorboard": "write --log_to tensorboard",
     "log_dir": "--out is the run folder, --log_to names the tools that follow a run",
 }
-"""names that may mean several options, or none, and what to write instead"""
+"""ambiguous or unsupported names -> what to write instead"""
 
 SYNONYMS: dict[str, dict[str, str]] = {
     "data": {"fashionmnist": "fmnist"},
     "mask": {"none": "mean", "avg": "mean", "average": "mean"},
     "split": {"dir": "dirichlet", "lda": "dirichlet", "shards": "classes", "pathological": "classes"},
 }
-"""values by which other tools know what is here under another name; case, - and _ do not count anyway"""
+"""option -> values of other tools -> values here; case, - and _ are ignored anyway"""
 
 UNCLEAR: dict[str, dict[str, str]] = {
     "split": dict.fromkeys(
@@ -100,12 +100,12 @@ UNCLEAR: dict[str, dict[str, str]] = {
         "fedopt": "write fedadam, fedyogi or fedadagrad",
     },
 }
-"""values that may mean several, and what to write instead"""
+"""option -> ambiguous values -> what to write instead"""
 
 
 @functools.cache
 def names() -> dict[str, str]:
-    """Return every accepted name of an option, squeezed, and the real name that it stands for."""
+    """Return accepted name -> real name for all options; accepted names are squeezed."""
     found: dict[str, str] = {}
     for real in knobs(Config()):
         group, dot, name = real.partition(".")
@@ -117,13 +117,13 @@ def names() -> dict[str, str]:
 
 
 def real_name(given: str) -> str | None:
-    """Return the option that a name stands for; None where it is none, or not clear which."""
+    """Return the real name of an option; None if the name is unknown or ambiguous."""
     return names().get(squeezed(given))
 
 
 def advice(given: str, dashes: str, roughly: bool = False) -> str | None:
-    """Return what to write instead of a name that is no option, where other tools have it, or `roughly` have it; with
-    these `dashes` in front."""
+    """Return what to write instead of a name that is no option, if other tools have it, or (`roughly`) one that is
+    similar; None if there is nothing. `dashes`: the prefix of options."""
     name = squeezed(given)
     own = name.rpartition(".")[2]
     hints = {squeezed(known): hint for known, hint in HINTS.items()}
@@ -134,7 +134,7 @@ def advice(given: str, dashes: str, roughly: bool = False) -> str | None:
 
 
 def real_options(arguments: Iterable[str], kind: type[Config] = Config) -> list[str]:
-    """Return a command line with the real names of its options, and `true` for a switch that is given alone."""
+    """Return a command line with the real names of its options, and `true` for a switch without a value."""
     words = list(arguments)
     known = knobs(kind())
     switches = {name for name, value in known.items() if isinstance(value, bool)}
@@ -151,7 +151,7 @@ def real_options(arguments: Iterable[str], kind: type[Config] = Config) -> list[
 
 
 def real_keywords(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keywords by the real names of options, those of a group in its dict; refuse an option given twice."""
+    """Return keywords under the real names of options, grouped in dicts; refuse an option that is given twice."""
     found: dict[str, Any] = {}
     given: dict[str, str] = {}
     for name, value in values.items():
@@ -172,7 +172,7 @@ def real_keywords(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def chosen(group: Any) -> Any:
-    """Return a group of options as a dict of those that differ from their defaults; anything else as it is."""
+    """Return a group of options as a dict of those that differ from their defaults; anything else unchanged."""
     if not dataclasses.is_dataclass(group) or isinstance(group, type):
         return group
     usual = type(group)()
@@ -180,11 +180,11 @@ def chosen(group: Any) -> Any:
 
 
 def real_value(option: str, given: str, known: Iterable[str]) -> str:
-    """Return the row of a table that a value names, whatever its case; the value itself if none or several fit."""
+    """Return the name in a table that a value stands for, ignoring case; the value itself if there is none."""
     table = {squeezed(name): name for name in known}
     key = squeezed(given)
     if given in table.values() or ":" in given:
         return given
     if key in UNCLEAR.get(option, {}):
-        raise UserError(f"--{option} '{given}' is not clear; {UNCLEAR[option][key]}")
+        raise UserError(f"--{option} '{given}' is ambiguous; {UNCLEAR[option][key]}")
     return table.get(key) or SYNONYMS.get(option, {}).get(key, given)

@@ -1,8 +1,8 @@
-"""Options that plug-ins declare: `Config` with the knobs of rules from outside.
+"""Extend `Config` with the options that plug-ins declare.
 
-A client rule's are set by --local.NAME, a server rule's by --server.NAME. A mask's are set by --mask_options.NAME: they
-have a group of their own, because `mask` itself is a word, and because at the top level a name could collide with an
-option of a later version. Where no plug-in declares any, the configuration is a plain `Config`.
+Options of a client rule are set by --local.NAME, of a server rule by --server.NAME, of a mask by --mask_options.NAME.
+Masks have a separate group, because `mask` itself is a string, and because a name at the top level could collide with
+an option of a later version. If no plug-in declares options, the configuration is a plain `Config`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class MaskGroup:
-    """What a mask from outside reads, besides tau and sharpness."""
+    """The options of a plug-in mask, besides tau and sharpness."""
 
 
 NO_OPTIONS = MaskGroup()
@@ -36,16 +36,16 @@ GROUPS: dict[str, tuple[type, type]] = {
 }
 """group of options -> its class, and the built-in knobs that a plug-in's class extends"""
 KINDS = {"local.rule": "local rule", "mask": "mask", "server.rule": "server rule"}
-"""option that names a plug-in -> what it is; in the order of GROUPS"""
+"""option that names a plug-in -> kind of plug-in; in the order of GROUPS"""
 
 
 def declared(option: str, name: str | None, base: type[T]) -> type[T]:
-    """Return the class of knobs that the rule of this name takes: `base` unless it comes from outside."""
+    """Return the class of knobs that the rule of this name takes: `base` unless it is a plug-in."""
     return find_outside(KINDS[option], name, base)[1] if name and ":" in name else base
 
 
 def config_for(names: Mapping[str, Any], row: Row | None = None) -> type[Config]:
-    """Return the configuration's class for the rules that these options, or else the algorithm's row, name."""
+    """Return the configuration class for the rules named by these options or, by default, the algorithm's row."""
     if row is None and ":" in str(names.get("algorithm")):
         from ..algorithms import find_row
 
@@ -60,7 +60,7 @@ def config_for(names: Mapping[str, Any], row: Row | None = None) -> type[Config]
 
 @functools.cache
 def with_groups(*classes: type) -> type[Config]:
-    """Return `Config` with the knobs of these classes in their groups; always the same class for the same ones."""
+    """Return `Config` with the knobs of these classes in their groups; the same class for the same arguments."""
     more = []
     for (name, (group, base)), wanted in zip(GROUPS.items(), classes, strict=True):
         if wanted is not base:
@@ -71,15 +71,15 @@ def with_groups(*classes: type) -> type[Config]:
 
 
 def config_class(names: Mapping[str, Any], row: Row | None = None) -> type[Config]:
-    """Return the configuration's class for these options: `Config`, unless one of them can only be a plug-in's own.
-    So plug-ins that declare nothing are not imported to read a configuration."""
+    """Return the configuration class for these options: `Config`, unless one of them can only be a plug-in's option.
+    So plug-ins without options are not imported to read a configuration."""
     known = knobs(Config())
-    strange = [name for name in names if name.partition(".")[0] in GROUPS and name not in known]
-    return config_for(names, row) if strange else Config
+    unknown = [name for name in names if name.partition(".")[0] in GROUPS and name not in known]
+    return config_for(names, row) if unknown else Config
 
 
 def extend(cfg: Config, row: Row) -> Config:
-    """Return the configuration with the options of its plug-ins, at their defaults where they were not given."""
+    """Return the configuration with the options of its plug-ins, at their defaults unless given."""
     names = {"local.rule": cfg.local.rule, "mask": cfg.mask, "server.rule": cfg.server.rule}
     kind = config_for(names, row)
     if type(cfg) is kind:
@@ -94,7 +94,7 @@ def extend(cfg: Config, row: Row) -> Config:
 
 
 def flat(tree: Any) -> dict[str, Any]:
-    """Return the options of a tree, as a YAML file has it, by their dotted names."""
+    """Return the options of a nested dict, as read from YAML, by their dotted names."""
     found: dict[str, Any] = {}
     for name, value in tree.items() if isinstance(tree, dict) else ():
         inner = {f"{name}.{key}": one for key, one in value.items()} if isinstance(value, dict) else {str(name): value}
@@ -103,7 +103,7 @@ def flat(tree: Any) -> dict[str, Any]:
 
 
 def given_options(arguments: Iterable[str]) -> dict[str, str]:
-    """Return the options of a command line with their values; '' where the next word is an option again."""
+    """Return the options of a command line with their values; '' for an option without a value."""
     words = list(arguments)
     found: dict[str, str] = {}
     for word, following in zip(words, [*words[1:], "--"], strict=False):

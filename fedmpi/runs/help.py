@@ -69,7 +69,7 @@ class Option:
 
     @property
     def full_text(self) -> str:
-        """The text with the default, if there is one to show, and with % escaped for argparse."""
+        """Return the text with the default, if there is one to show, and with % escaped for argparse."""
         default = str(self.default).lower() if isinstance(self.default, bool) else self.default
         shown = self.metavar is not None and default not in (None, "", [])
         return (f"{self.text} Default: {default}." if shown else self.text).replace("%", "%%")

@@ -1,7 +1,7 @@
-"""What a run prints and writes: a line per round and a bar on rank 0, `metrics.jsonl`, other tools if asked (sinks/).
+"""Log a run: one line per round and a progress bar on rank 0, `metrics.jsonl`, and other tools on request (sinks/).
 
-Metrics are lines of JSON, each written whole and flushed, so that a run can be followed and a killed one keeps what
-it had.
+Metrics are JSON lines. Each is written at once and flushed, so that a run can be followed, and a killed one keeps its
+metrics.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from .sinks import SINKS, About, Guarded, Sink, need
 from .sinks.base import scalars
 from .stop import Stopped
 
-WIDTH = 100  # columns of what is printed
-LEAST_FIRST = ("kept", "agree", "train", "loss", "below", "others", "part")  # left out where a line gets too long
-OWN = "own:"  # in front of a field that somebody's own measurement returned
+WIDTH = 100  # columns of printed lines
+LEAST_FIRST = ("kept", "agree", "train", "loss", "below", "others", "part")  # order of dropping from long lines
+OWN = "own:"  # prefix of fields of user-defined measurements
 PLAIN: Mapping[str, str] = {}
 COLOURS = {"round": "1", "metric": "32", "dropped": "33", "time": "2"}  # bold, green, yellow, dim
 
@@ -41,7 +41,7 @@ log = logging.getLogger("fedmpi")
 
 
 class JsonLines:
-    """One JSON object a line; of an earlier life, the rounds up to `done` that it left (`metrics.history`)."""
+    """The sink that writes metrics.jsonl. `records`: the rounds up to `done`, of earlier starts."""
 
     def __init__(self, folder: Path, done: int, records: Sequence[Record]) -> None:
         self.path = folder / METRICS
@@ -50,27 +50,27 @@ class JsonLines:
             if any(line.record is None for line in read_lines(folder)):
                 copy = folder / f"{METRICS}.damaged-{len(list(folder.glob(f'{METRICS}*')))}"
                 os.replace(self.path, copy)
-                kept = f"; what was there is kept as {copy.name}"
+                kept = f"; the old file is kept as {copy.name}"
             log.warning("%s lacks %s%s; the model is not affected", self.path, absent, kept)
         write(self.path, "".join(json.dumps(record) + "\n" for record in records))
 
     def write(self, record: Record) -> None:
-        if not self.path.exists() and self.path.parent.exists():  # of a folder that is gone, `append` complains
-            log.warning("%s was removed: a new one has the rounds from %d on", self.path, record["round"])
+        if not self.path.exists() and self.path.parent.exists():  # if the folder is gone, `append` raises
+            log.warning("%s was removed: a new file has the rounds from %d on", self.path, record["round"])
         append(self.path, json.dumps(record, allow_nan=False))
 
     def end(self, record: Record, more: Record) -> None:
-        """Replace the last round."""
-        there = self.path.read_text(encoding="utf-8").splitlines(keepends=True) if self.path.exists() else []
-        write(self.path, "".join(there[:-1]) + json.dumps(record, allow_nan=False) + "\n")
+        """Replace the record of the last round."""
+        lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True) if self.path.exists() else []
+        write(self.path, "".join(lines[:-1]) + json.dumps(record, allow_nan=False) + "\n")
 
     def close(self, how: str) -> None:
         pass
 
 
 def sink_names(names: str) -> list[str]:
-    """Return the sinks in a comma-separated list, each once; `none` is the empty one. Refuse those that are not
-    installed."""
+    """Return the sinks in a comma-separated list, without duplicates; `none` is the empty list. Refuse sinks that are
+    not installed."""
     wanted = read_names("sink (--log_to)", names, SINKS)
     for name in wanted:
         need(name)
@@ -78,7 +78,7 @@ def sink_names(names: str) -> list[str]:
 
 
 def record(report: Report) -> Record:
-    """Return a report as it stands in metrics.jsonl."""
+    """Return a report as a record of metrics.jsonl."""
     values = asdict(report)
     values["dropped_clients"] = list(values.pop("dropped"))
     values["dropped"] = len(values["dropped_clients"])
@@ -89,7 +89,7 @@ def record(report: Report) -> Record:
 
 
 def report_of(record: Record) -> Report:
-    """Return the report that a record was made of."""
+    """Return the report that a record was made from."""
     metric = next(name for name in record if name.startswith("test_") and name != "test_loss")
     known = {field.name for field in fields_of(Report)} - {"dropped", "metric", "test_metric", "measures"}
     ours = known | {"dropped", "dropped_clients", metric}
@@ -103,7 +103,7 @@ def report_of(record: Record) -> Report:
 
 
 def fields(report: Report, rounds: int) -> dict[str, str]:
-    """Return a round as short texts by what they are."""
+    """Return the fields of a round's line as short texts by name."""
     name = shortest(report.metric)
     found = {"round": f"round {report.round:>{len(str(rounds))}}/{rounds}"}
     if report.test_metric is not None:
@@ -116,8 +116,8 @@ def fields(report: Report, rounds: int) -> dict[str, str]:
 
 
 def measured(report: Report, name: str) -> dict[str, str]:
-    """Return what else was measured: by a short word, or by its own name; `name` is that of the metric.
-    Numbers in groups, such as those of layers, are too many for a line."""
+    """Return the fields of further measurements, under a short word or their own names; `name`: short name of the
+    metric. Grouped numbers, such as those per layer, are too many for a line."""
     numbers = dict(scalars(report.measures))
     sides = f"clients_{report.metric}"
     words = {"below_tau": "below", f"train_{report.metric}": f"train-{name}", "train_sample_loss": ""}
@@ -128,24 +128,25 @@ def measured(report: Report, name: str) -> dict[str, str]:
 
 
 def shortest(metric: str) -> str:
-    """Return a metric's name as a line has it."""
+    """Return a metric's name, shortened for a line."""
     return "acc" if metric == "accuracy" else metric if len(metric) <= 12 else f"{metric[:11]}~"
 
 
 def number(value: float | None) -> str:
-    """A loss or metric in at most nine characters; small and large ones by their power of ten."""
+    """Return a loss or metric in at most nine characters; small and large values in scientific notation."""
     if value is None:
         return "-"
     return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e4 or not math.isfinite(value) else f"{value:.2e}"
 
 
 def duration(seconds: float) -> str:
+    """Return seconds as a short text."""
     return f"{seconds:.2f}s" if seconds < 99.995 else f"{seconds:.0f}s"
 
 
 def line(report: Report, rounds: int, styles: Mapping[str, str] = PLAIN, hidden: tuple[str, ...] = ()) -> str:
-    """A round in one line of at most WIDTH columns, without what is `hidden`; where it does not fit, what matters least
-    is left out. Escape codes of the `styles` take no column."""
+    """Return a round as one line of at most WIDTH columns, without the `hidden` fields. If it is too long, the least
+    important fields are dropped. Escape codes of the `styles` take no columns."""
     found = {name: text for name, text in fields(report, rounds).items() if name not in hidden}
     for least in [*(name for name in reversed(found) if name.startswith(OWN)), *LEAST_FIRST]:
         if len("  ".join(found.values())) > WIDTH:
@@ -154,33 +155,34 @@ def line(report: Report, rounds: int, styles: Mapping[str, str] = PLAIN, hidden:
 
 
 def phases(report: Report, several: bool, styles: Mapping[str, str] = PLAIN) -> str:
-    """The seconds of a round by phase, without a meta step or an evaluation that did not take place; one rank also has
-    nobody to wait for and to send to."""
+    """Return the seconds of a round by phase, without a meta step or an evaluation that did not take place, and on a
+    single rank without communication."""
     least = {"meta": 1e-9, "eval": 1e-9} | ({} if several else dict.fromkeys(("wait", "reduce", "gather"), 0.005))
     found = [f"{k} {duration(v)}" for k, v in report.seconds.items() if v >= least.get(k, 0)]
     return styled("    " + "  ".join(found), styles.get("time", ""))
 
 
 def styled(text: str, code: str) -> str:
+    """Return a text in an ANSI style; '' is no style."""
     return f"\033[{code}m{text}\033[0m" if code else text
 
 
 def styles_for(stream: TextIO) -> Mapping[str, str]:
-    """Colours where the stream is a terminal, and NO_COLOR (https://no-color.org) is not set."""
+    """Return colours if the stream is a terminal and NO_COLOR (https://no-color.org) is not set."""
     plain = not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     return PLAIN if plain else COLOURS
 
 
 def folded(text: str) -> str:
-    """Lines of at most WIDTH columns, broken at blanks."""
+    """Wrap a text into lines of at most WIDTH columns, broken at spaces."""
     wrap = partial(textwrap.wrap, width=WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
     return "\n".join("\n".join(wrap(one)) for one in text.splitlines())
 
 
 class Log:
-    """Rank 0's log of a run; on other ranks it takes everything and says nothing. Without a folder nothing is kept.
-    It resumes after round `done`, with the `records` of the rounds before. `several`: there are more ranks than this
-    one; `hidden`: fields of a round that are the same in every round of this run."""
+    """Rank 0's log of a run; on other ranks it does nothing. Without a folder nothing is written. It resumes after
+    round `done`, with the `records` of the rounds before. `several`: there is more than one rank; `hidden`: fields of
+    a round's line that are the same in every round of this run."""
 
     def __init__(
         self,
@@ -213,7 +215,7 @@ class Log:
         self.bar = tqdm(total=rounds, initial=done, unit="round", disable=not terminal, leave=False, dynamic_ncols=True)
 
     def say(self, text: str) -> None:
-        """A line on standard output, above the bar; where nobody reads it any more, the run goes on in silence."""
+        """Print a line to standard output, above the bar. If the pipe is closed, the run continues without output."""
         if not self.speaks:
             return
         try:
@@ -221,10 +223,10 @@ class Log:
             sys.stdout.flush()
         except BrokenPipeError:
             self.speaks = False
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it exits
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python prints an error at exit
 
     def round(self, report: Report) -> None:
-        """Show and keep one round."""
+        """Print and record one round."""
         self.say(line(report, self.rounds, self.styles, self.hidden))
         if self.verbose:
             self.say(phases(report, self.several, self.styles))
@@ -233,12 +235,12 @@ class Log:
             sink.write(record(report))
 
     def end(self, report: Report, more: Record) -> None:
-        """Keep what was measured at the end of the run, in its last round: `more` is new in it."""
+        """Add the measurements at the end of the run, `more`, to the record of its last round."""
         for sink in self.sinks:
             sink.end(record(report), finite(more))
 
     def close(self, how: str) -> None:
-        """End all sinks; `how` is finished, stopped or failed."""
+        """Close all sinks; `how` is finished, stopped or failed."""
         for sink in self.sinks:
             sink.close(how)
 
@@ -253,7 +255,7 @@ class Log:
 
 
 def set_up(rank: int, size: int) -> None:
-    """Warnings of the package on standard error, with the rank in front where there are several."""
+    """Send the package's warnings to standard error, prefixed with the rank if there are several."""
     who = f"rank {rank}: " if size > 1 else ""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter(f"%(levelname)s: {who}%(message)s"))

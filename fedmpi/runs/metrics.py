@@ -1,7 +1,7 @@
-"""Read metrics.jsonl: for the run that resumes, for reports and tables, and for the status.
+"""Read metrics.jsonl, for resuming, reports, tables and the status.
 
-A line is a round. It is read line by line, so that a file of any size takes no more memory than its rounds. Nothing
-here imports torch.
+Each line is a round. The file is read line by line, so that it takes no more memory than its rounds. Nothing here
+imports torch.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from typing import Annotated, Any, TypedDict
 from .folder import METRICS
 from .schema import WHOLE, Damaged, Numbers, fault, lines, parse
 
-SIDES = "clients_"  # in front of the metric's name: the record of --evaluate clients
+SIDES = "clients_"  # prefix of the metric's name in the record of --evaluate clients
 REQUIRED = ("clients", "train_loss", "kept", "agreement", "bytes_sent", "seconds", "dropped_clients")
-"""what every version that writes checkpoints has in each round, beside the test metric"""
+"""fields of each round, besides the test metric, in all versions that write checkpoints"""
 
 Record = dict[str, Any]
 
 
 class RoundOptional(TypedDict, total=False):
+    """The fields of a line of metrics.jsonl that may be absent."""
+
     clients: float | None
     train_loss: float | None
     kept: float | None
@@ -39,7 +41,7 @@ class RoundOptional(TypedDict, total=False):
 
 
 class Round(RoundOptional):
-    """A line of metrics.jsonl; it also has test_METRIC, and what --evaluate adds."""
+    """A line of metrics.jsonl; it also has test_METRIC and the measurements of --evaluate."""
 
     round: Annotated[int, range(1, 2**53)]
 
@@ -50,15 +52,15 @@ class Line:
 
     number: int
     record: Record | None
-    """the round; None where the line is none"""
+    """the round; None if the line is not a valid one"""
     wrong: str = ""
-    """what a line that is whole has that a round has not; '' also where it was cut short"""
+    """what is wrong with a complete line; '' if nothing is, or if it is truncated"""
     torn: bool = False
-    """whether it has no end: the last line, of a run that is writing it or was killed then"""
+    """whether its line break is missing: the run is writing it, or was killed meanwhile"""
 
 
 def read_lines(folder: Path, tail: int | None = None) -> Iterator[Line]:
-    """Return the lines of a run's metrics, or of the last `tail` bytes; none where there is no file."""
+    """Yield the lines of a run's metrics, or of their last `tail` bytes; none if there is no file."""
     path = folder / METRICS
     for number, raw in enumerate(lines(path, tail), 1):
         try:
@@ -74,7 +76,7 @@ def read_lines(folder: Path, tail: int | None = None) -> Iterator[Line]:
 
 
 def trouble(record: Record) -> str:
-    """Return what is wrong with a round; '' if it has its number, and numbers where they are read."""
+    """Return what is wrong with a record; '' if it has a round number and the fields that are read are numbers."""
     if found := fault(record, Round, WHOLE):
         return found
     for key, value in record.items():
@@ -92,17 +94,17 @@ def finite(value: Any) -> Any:
 
 
 def history(folder: Path, done: int) -> list[Record]:
-    """Return the rounds up to `done` for a run that resumes. Rounds may be absent, as lines may be cut short or gone;
-    but one that stands twice, out of order or with other than numbers is `Damaged`: the history would be wrong."""
+    """Return the rounds up to `done`, to resume a run. Rounds may be missing, because lines may be truncated or lost.
+    Raise `Damaged` if a round is duplicated, out of order or invalid: the history would be wrong."""
     found: list[Record] = []
     last = 0
     for line in read_lines(folder) if done else ():
         if line.record is None and not line.wrong:
-            continue  # cut short, or overwritten
+            continue  # truncated or overwritten
         wrong = line.wrong or incomplete(line.record or {}, last)
         if line.record is None or wrong:
-            cure = "restore the file from a copy, remove it to resume without these metrics, or start over with "
-            raise Damaged(folder / METRICS, f"is damaged: line {line.number} {wrong}", f"{cure}--resume never")
+            fix = "restore the file from a copy, remove it to resume without these metrics, or start over with "
+            raise Damaged(folder / METRICS, f"is damaged: line {line.number} {wrong}", f"{fix}--resume never")
         last = line.record["round"]
         if last <= done:
             found.append(line.record)
@@ -110,13 +112,13 @@ def history(folder: Path, done: int) -> list[Record]:
 
 
 def with_last(records: list[Record], last: Record) -> list[Record]:
-    """Return the rounds with the last one, as a checkpoint has it, where metrics.jsonl lacks that."""
+    """Return the rounds, with the last one of the checkpoint appended if metrics.jsonl lacks it."""
     before = records[-1]["round"] if records else 0
     return [*records, last] if last and not (trouble(last) or incomplete(last, before)) else records
 
 
 def incomplete(record: Record, last: int) -> str:
-    """Return why a round cannot follow that of number `last`; '' if it can."""
+    """Return why a record cannot follow that of round `last`; '' if it can."""
     if record["round"] <= last:
         return f"has round {record['round']} after round {last}"
     missing = [name for name in REQUIRED if name not in record or (name == "seconds" and record[name] is None)]
@@ -126,9 +128,9 @@ def incomplete(record: Record, last: int) -> str:
 
 
 def lacking(records: Iterable[Record], done: int) -> str:
-    """Return which of the rounds up to `done` are not there, in words; '' if all are."""
-    there = {record["round"] for record in records}
-    absent = [t for t in range(1, done + 1) if t not in there]
+    """Return which of the rounds up to `done` are missing, as text; '' if none is."""
+    present = {record["round"] for record in records}
+    absent = [t for t in range(1, done + 1) if t not in present]
     spans = [[t for _, t in run] for _, run in groupby(enumerate(absent), lambda pair: pair[1] - pair[0])]
     texts = [str(span[0]) if len(span) == 1 else f"{span[0]} to {span[-1]}" for span in spans]
     if len(texts) > 5:

@@ -1,4 +1,4 @@
-"""What `fedmpi.train` returns, and how a notebook shows it."""
+"""The result of `fedmpi.train`, and its HTML for notebooks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .config import Config
 if TYPE_CHECKING:
     import pandas
 
-WIDE, HIGH, LEFT, BELOW = 460, 190, 58, 26  # the picture, and what of it the labels take
+WIDE, HIGH, LEFT, BELOW = 460, 190, 58, 26  # size of the plot, and the margins for its labels
 
 
 class History(list[dict[str, Any]]):
-    """The rounds where pandas is not installed: a list of them, and by a column's name a list of its values."""
+    """The history without pandas: a list of rounds; indexed by a column's name, the list of its values."""
 
     def __getitem__(self, key: Any) -> Any:
         if not isinstance(key, str):
@@ -35,22 +35,23 @@ class Result:
     """The result of a training, the same on every rank."""
 
     model: nn.Module
-    """trained, on the CPU; the one that was handed over is left as it was"""
+    """the trained model, on the CPU; the one passed to `train` is unchanged"""
     reports: list[dict[str, Any]]
-    """a dict per round, as the lines of metrics.jsonl"""
+    """one dict per round, like the lines of metrics.jsonl"""
     config: Config
     """every knob as it was used"""
     out: Path | None
-    """the run folder, where one was asked for"""
+    """the run folder, if one was given"""
     rank: int
-    """that of this process: let one of them print or save, such as 0"""
+    """rank of this process, to print or save on rank 0 only"""
     rises: bool = True
-    """whether more of the test metric is better"""
+    """whether a higher test metric is better"""
 
     @cached_property
     def history(self) -> pandas.DataFrame | History:
-        """Return a row per round, as `reports`, with a column for each nested number ("seconds/local"): a DataFrame if
-        pandas is installed, else a `History`, which has columns by name too."""
+        """Return `reports` as a table, one row per round, with a column per nested number ("seconds/local").
+
+        It is a DataFrame if pandas is installed, else a `History`, which has columns by name, too."""
         rows = [flat(report) for report in self.reports]
         try:
             import pandas
@@ -65,7 +66,7 @@ class Result:
 
     @property
     def scores(self) -> dict[int, float]:
-        """Return round -> test metric, of the rounds that were scored and are finite."""
+        """Return round -> test metric, for rounds with a finite one."""
         return {report["round"]: report[self.metric] for report in self.reports if report[self.metric] is not None}
 
     @property
@@ -82,7 +83,7 @@ class Result:
 
     @property
     def title(self) -> str:
-        """Return what ran, in a few words."""
+        """Return algorithm, mask, model and data as text."""
         return f"{self.config.algorithm}, mask {self.config.mask}, {self.config.model} on {self.config.data}"
 
     def _repr_html_(self) -> str:
@@ -99,7 +100,7 @@ class Result:
 
 
 def flat(report: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a report without dicts in it: their numbers by both names, with a slash between."""
+    """Return a report with nested dicts flattened: names are joined by a slash."""
     found: dict[str, Any] = {}
     for name, value in report.items():
         found |= flat(value, f"{prefix}{name}/") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
@@ -107,7 +108,7 @@ def flat(report: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def curve(scores: Mapping[int, float], name: str) -> str:
-    """Return a line over the rounds as SVG, in the colours of the page around it; '' if there is nothing to draw."""
+    """Return a line plot over the rounds as SVG, in the colours of the page; '' if there is nothing to draw."""
     if not scores:
         return ""
     first, last, low, high = min(scores), max(scores), min(scores.values()), max(scores.values())

@@ -1,7 +1,7 @@
-"""One run: from what was prepared to a folder with a trained model.
+"""Run a prepared configuration, up to a run folder with a trained model.
 
-Everything a user can get wrong is found before the first round, and every rank raises the same message. A run that
-finds a checkpoint of its own in its folder resumes from it; one that is asked to stop saves first.
+User errors are found before the first round, and every rank raises the same message. A run that finds its own
+checkpoint in its folder resumes from it; a run that is asked to stop saves first.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ warnings = logging.getLogger("fedmpi")
 
 
 def settle(cfg: Config, place: Place) -> torch.device:
-    """Set this process up for a run: its threads and, on a GPU, repeatable kernels; return its device."""
+    """Set up this process for a run: its threads and, on a GPU, deterministic kernels; return its device."""
     torch.set_num_threads(threads_per_rank(place, cfg.threads, available_cores()))
     device = torch.device(choose_device(place, cfg.device, torch.cuda.device_count()))
     if cfg.deterministic and device.type == "cuda":
@@ -66,7 +66,7 @@ def settle(cfg: Config, place: Place) -> torch.device:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Restore random numbers (torch, numpy and Python) and torch's threads and choice of kernels afterwards."""
+    """Restore the random state (torch, numpy and Python), torch's threads and its choice of kernels afterwards."""
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     plain, numpys = random.getstate(), np.random.get_state()
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
@@ -89,11 +89,11 @@ def run(
     signals: Iterable[signal.Signals] = (),
     began: float | None = None,
 ) -> Outcome:
-    """Train, from the newest checkpoint if there is one, and leave a finished run folder; return how it ended.
-    Collective. If one of the signals or the time budget, which counts from `began`, stops it, every rank raises
+    """Train, from the newest checkpoint if there is one, and write a finished run folder; return the outcome.
+    Collective. If one of the signals or the time budget, which counts from `began`, stops the run, every rank raises
     `Stopped`."""
     cfg, out = prepared.cfg, prepared.out
-    alike = replace(cfg, quiet=False, verbose=False)  # what a rank prints is its own affair
+    alike = replace(cfg, quiet=False, verbose=False)  # ranks may print differently
     same_everywhere("configuration", comm, json.dumps(dataclasses.asdict(alike), sort_keys=True).encode())
     check_threads(comm)
     with agreed(comm):
@@ -111,7 +111,7 @@ def run(
     measures = Measures(prepared.measures, seen)
     rule = "of your own" if isinstance(prepared.given.algorithm, Algorithm) else str(cfg.local.rule)
     if rule not in RULES:
-        with agreed(comm):  # once every rank has its model: ranks that are threads share torch's generator
+        with agreed(comm):  # after all ranks have made their models: ranks as threads share torch's generator
             try_rule(rule, prepared.algorithm.local, task, prepared.work)
     fingerprint = fingerprint_of(prepared, task, data, meta, device)
     compare_ranks(fingerprint, comm)
@@ -125,13 +125,13 @@ def run(
                 except RunError as error:
                     taken = str(error)
                 else:
-                    check_finished(out, cfg, environ)  # once more: it may have finished while this one waited
+                    check_finished(out, cfg, environ)  # again: it may have finished while this one waited
         if taken := common_trouble(comm, taken):
             raise CommonError(taken)
         found = find_start(out, cfg, fingerprint, environ, comm)
         with agreed(comm):
             records = read_history(out, found)
-        threads = torch.get_num_threads()  # in the configuration too: a run is repeated by its config.yaml
+        threads = torch.get_num_threads()  # recorded, because a run is repeated by its config.yaml
         fingerprint = replace(fingerprint, config={**fingerprint.config, "threads": threads})
         settled = replace(cfg, threads=threads)
         with agreed(comm):
@@ -148,7 +148,7 @@ def run(
                 if trouble := folder.attempt(begin_folder):
                     raise FileError(folder.write_failed(out, trouble, done))
         note = f"\ndata: {data.note}" if data.note else ""
-        note += f"\ngoing on after round {found.round} of the run in {out}" if found else ""
+        note += f"\nresuming after round {found.round} of the run in {out}" if found else ""
         with agreed(comm):
             log = Log(
                 out,
@@ -161,7 +161,7 @@ def run(
                 records=records,
                 verbose=cfg.verbose,
                 several=comm.size > 1,
-                hidden=("kept",) if cfg.mask == "mean" and prepared.given.row is not OWN else (),  # all of it, always
+                hidden=("kept",) if cfg.mask == "mean" and prepared.given.row is not OWN else (),  # always 1
             )
         stop = Stop(signals, cfg.max_minutes, began, speaks=comm.rank == 0)
         with log:
@@ -189,7 +189,7 @@ def train(
     measures: Measures,
     records: Sequence[Record],
 ) -> Outcome:
-    """Run the rounds that are left, log each, save when it is time, and write the results. Collective."""
+    """Run the remaining rounds, log each, save checkpoints when due, and write the results. Collective."""
     cfg, out, first = prepared.cfg, prepared.out, comm.rank == 0
     plan = plan_of(prepared)
     state = begin(task, prepared.algorithm, comm, make_memory(prepared, task), cfg.wire)
@@ -222,7 +222,7 @@ def train(
 
 
 def measure_end(outcome: Outcome, measures: Measures, log: Log) -> str:
-    """Add the measurements of the finished run to its last round; return what went wrong, on all ranks. Collective."""
+    """Add the measurements of the finished run to its last round; return the error message, '' if none. Collective."""
     last = outcome.last
     measures.run.print = log.say
     report, problem = measures.at_end(outcome.state, last)
@@ -233,34 +233,34 @@ def measure_end(outcome: Outcome, measures: Measures, log: Log) -> str:
 
 
 def check_finished(out: Path, cfg: Config, environ: Mapping[str, str]) -> None:
-    """Refuse a finished run, unless it is to have more rounds, or its launcher has restarted it."""
+    """Refuse a finished run, unless more rounds are requested or its launcher has restarted it."""
     finished = read(out / FINISHED, Finished)
     if finished is None:
         return
     again = folder.begun_before(out, environ)
     if not (cfg.resume == "force" or again) or not (out / folder.CHECKPOINTS).is_dir():
         raise UserError(
-            f"--out {out} already holds a finished run; choose another folder or remove it, or go on from it with more "
+            f"--out {out} already holds a finished run; choose another folder or remove it, or resume it with more "
             "--rounds and --resume force"
         )
     if finished["rounds"] >= cfg.rounds and not again:
         done = finished["rounds"]
-        raise UserError(f"--out {out} holds a finished run of {done} rounds; give more --rounds to go on from it")
+        raise UserError(f"--out {out} holds a finished run of {done} rounds; give more --rounds to resume it")
 
 
 def find_start(
     out: Path | None, cfg: Config, fingerprint: Fingerprint, environ: Mapping[str, str], comm: Comm
 ) -> FoundCheckpoint | None:
-    """Return the checkpoint to resume from, and set its number of threads unless one was given; None: begin.
+    """Return the checkpoint to resume from, None if there is none, and set its number of threads unless one was given.
     Collective."""
     if out is None:
         return None
-    words = torch.zeros(3, dtype=torch.int64)  # the round it has stopped after, whether to start over, whether finished
+    words = torch.zeros(3, dtype=torch.int64)  # round it stopped after, whether to start over, whether finished
     with agreed(comm):
         if comm.rank == 0:
             before = folder.stopped_before(out, environ)
             words[0] = before["round"] if before else 0
-            words[1] = cfg.resume == "never" and not folder.begun_before(out, environ)  # it was said to the first life
+            words[1] = cfg.resume == "never" and not folder.begun_before(out, environ)  # only at the first attempt
             words[2] = (out / FINISHED).exists()
     comm.broadcast(words)
     stopped, over, finished = words.tolist()
@@ -271,7 +271,7 @@ def find_start(
     found = find(out, fingerprint, comm, cfg.resume == "force")
     if found is None:
         if finished:
-            raise UserError(f"--out {out} holds a finished run without a sound checkpoint to go on from")
+            raise UserError(f"--out {out} holds a finished run without a sound checkpoint to resume from")
         return None
     if found.round > cfg.rounds:
         raise UserError(f"{out} has a checkpoint of round {found.round}, and --rounds is {cfg.rounds}; give more")
@@ -285,7 +285,7 @@ def find_start(
 
 
 def read_history(out: Path | None, found: FoundCheckpoint | None) -> list[Record]:
-    """Return the rounds before this start, as far as metrics.jsonl has them; the last one is in the checkpoint, too."""
+    """Return the rounds before this start that metrics.jsonl has; the last one is in the checkpoint, too."""
     if out is None or found is None:
         return []
     return with_last(history(out, found.round), dict(found.about["last"]))
@@ -299,13 +299,13 @@ def moved_on(progress: Progress, report: Report, rises: bool) -> Progress:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a run ended, on every rank."""
+    """The outcome of a run, the same on every rank."""
 
     task: Task
     state: State
     history: list[Report]
     cfg: Config
-    """with everything filled in"""
+    """with all defaults filled in"""
 
     @property
     def last(self) -> Report:
@@ -319,7 +319,7 @@ def plain_knobs(cfg: Config) -> dict[str, Any]:
 
 
 def fingerprint_of(prepared: Prepared, task: Task, data: Data, meta: Ints, device: torch.device) -> Fingerprint:
-    """Return what must be the same on every rank, and in every start of a run."""
+    """Return the fingerprint of a run, which must be the same on every rank and at every start."""
     cfg, rule, moments = prepared.cfg, prepared.algorithm.local, sorted(prepared.algorithm.server.moments)
     config = plain_knobs(cfg) | {"device": device.type}
     partition, labels = task.partition, data.class_labels(needed=False)
@@ -352,7 +352,7 @@ def sha256(*pieces: bytes | np.ndarray) -> str:
 
 
 def same_everywhere(what: str, comm: Comm, content: bytes) -> None:
-    """Refuse ranks that differ in something that must be the same on all. Collective."""
+    """Raise a `UserError` if the content differs between ranks. Collective."""
     rows = torch.zeros(comm.size, dtype=torch.int64)
     rows[comm.rank] = int(sha256(content)[:14], 16)
     comm.sum(rows)
@@ -362,18 +362,18 @@ def same_everywhere(what: str, comm: Comm, content: bytes) -> None:
 
 
 def check_threads(comm: Comm) -> None:
-    """Warn where the ranks' numbers of threads differ: the bits then depend on who trains whom. Collective."""
+    """Warn if the ranks' numbers of threads differ: the bits then depend on which rank trains a client. Collective."""
     rows = torch.zeros(comm.size, dtype=torch.int64)
     rows[comm.rank] = torch.get_num_threads()
     comm.sum(rows)
     if comm.rank == 0 and len(set(rows.tolist())) > 1:
-        warnings.warning("ranks have %s threads; equal bits need equal ones: give --threads", rows.tolist())
+        warnings.warning("ranks have %s threads; equal bits need equal numbers: give --threads", rows.tolist())
 
 
 def describe_run(
     out: Path, cfg: Config, data: Data, partition: Partition, meta: Ints, environment: dict[str, Any]
 ) -> None:
-    """Write what is needed to repeat the run."""
+    """Write the configuration, the environment and the partition, to repeat the run."""
     write(out / CONFIG, yaml.safe_dump(dataclasses.asdict(cfg), sort_keys=False))
     write(out / "environment.json", json.dumps(environment, indent=2) + "\n")
     about: dict[str, Any] = {"data": cfg.data, "split": cfg.split, "seed": cfg.seed}
@@ -391,7 +391,7 @@ def describe_run(
 
 
 def finish(out: Path, task: Task, state: State, progress: Progress) -> None:
-    """Write the model under its own names, then the file that marks the run as done."""
+    """Write the model, then the file that marks the run as finished."""
     model = safetensors.torch.save(trained_tensors(task, state), metadata={"format": "pt"})
     write(out / MODEL, model)
     last, metric = progress.last or {}, task.goal.metric
@@ -407,7 +407,7 @@ def finish(out: Path, task: Task, state: State, progress: Progress) -> None:
 
 
 def trained_tensors(task: Task, state: State) -> dict[str, Tensor]:
-    """Return the model's state dict, each tensor in memory of its own."""
+    """Return the model's state dict; no two tensors share memory."""
     task.load(state.model_N, state.ints)
     return {
         name: t.detach().cpu().clone(memory_format=torch.contiguous_format)
@@ -416,11 +416,12 @@ def trained_tensors(task: Task, state: State) -> dict[str, Tensor]:
 
 
 def scheduled(schedule: str) -> str:
+    """Return a schedule in parentheses; '' if it is constant."""
     return "" if schedule == "constant" else f" ({schedule})"
 
 
 def header(prepared: Prepared, task: Task, comm: Comm) -> str:
-    """Return what is about to run, in three lines."""
+    """Return a description of the run in three lines."""
     cfg = prepared.cfg
     held = f"; {cfg.meta.size} samples held out" if cfg.meta.size else ""
     uses = [f"meta step lr {cfg.meta.lr:g}"] * bool(cfg.meta.lr) + ["a copy for every client"] * bool(cfg.meta.share)
@@ -438,7 +439,7 @@ def header(prepared: Prepared, task: Task, comm: Comm) -> str:
 
 
 def rules(cfg: Config) -> str:
-    """Return the algorithm in words: what a client does, the mask, what the server does."""
+    """Return a description of the algorithm: client rule, mask and server rule."""
     variant = f", variant {cfg.server.variant}" if cfg.server.rule in VARIED else ""
     tau = "" if cfg.mask == "mean" else f" (tau {cfg.tau:g})"
     client = f"client {cfg.local.rule} lr {cfg.local.lr:g}{scheduled(cfg.local.schedule)}"
@@ -449,7 +450,7 @@ def rules(cfg: Config) -> str:
 
 
 def describe_step(step: Step, by_hand: bool = False) -> str:
-    """Return the execution mode in words, for the head of a run."""
+    """Return a description of the execution mode."""
     words = [step.layout, step.precision] + ["gradient by hand"] * by_hand
     words += [f"compiled ({step.compile})"] if step.compile != "none" else []
     words += [f"{step.together} clients at once"] if step.together > 1 else []

@@ -1,10 +1,10 @@
-"""Stop a run in good order: signals and a time budget set a flag; the ranks sum their flags at the end of a round, save
-and exit together.
+"""Stop a run in good order: signals and a time budget set a flag; after each round the ranks sum their flags, save and
+exit together.
 
-A thread of its own reads signals from a pipe that Python's C handler writes to, because the main thread may wait in a
-collective where no Python code runs. SIGTERM is what Slurm and torchrun send before they kill, SIGUSR2 is submitit's
-warning before the time limit, SIGINT is a Ctrl-C: the first one stops the run in good order, a second one ends it at
-once if it comes more than a second later (torchrun passes a Ctrl-C on to ranks that have received it already).
+A separate thread reads signals from a pipe that Python's C handler writes to, because the main thread may wait in a
+collective, where no Python code runs. SIGTERM is what Slurm and torchrun send before they kill, SIGUSR2 is submitit's
+warning before the time limit, SIGINT is a Ctrl-C: the first one stops the run in good order; a second one, more than a
+second later, ends it at once (torchrun forwards a Ctrl-C to ranks that have already received it).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _catching = False
 
 
 def _release_in_child() -> None:
-    """Stop catching signals in a forked child: its signals are not this run's."""
+    """Stop catching signals in a forked child: they are not meant for this run."""
     global _catching
     if _catching:
         _catching = False
@@ -52,10 +52,10 @@ _following = False
 
 
 def follow_launcher(place: Place, environ: Mapping[str, str]) -> None:
-    """End this rank when its launcher is gone: nobody would end or restart it, and it would block the next launch.
+    """Exit if this rank's launcher is gone: nothing would end or restart the rank, and it would block the next launch.
 
-    A thread watches the parent of this process. Saved files stay sound, as they are written aside and renamed. Ranks
-    that were started by hand, or by Slurm, which ends them itself, have no such launcher.
+    A thread watches the parent process. Saved files stay intact, because they are written to a temporary file and
+    renamed. Ranks started by hand, or by Slurm, which ends them itself, have no such launcher.
     """
     global _following
     elastic = place.launcher == "torchrun" and "TORCHELASTIC_RUN_ID" in environ
@@ -63,7 +63,7 @@ def follow_launcher(place: Place, environ: Mapping[str, str]) -> None:
     if _following or not (place.launcher in ("fedmpi", "mpi") or elastic or kept):
         return
     _following = True
-    host, _, number = environ.get("FEDMPI_LAUNCH", "").rpartition("-")  # of launcher.py, or of a script around mpiexec
+    host, _, number = environ.get("FEDMPI_LAUNCH", "").rpartition("-")  # set by launcher.py or an mpiexec script
     named = int(number) if host == socket.gethostname() and number.isdecimal() else None
     parent = named if place.launcher == "fedmpi" else os.getppid()
 
@@ -73,14 +73,14 @@ def follow_launcher(place: Place, environ: Mapping[str, str]) -> None:
         with contextlib.suppress(OSError, ValueError):  # standard error may be closed
             complain(f"rank {place.rank}: the launcher is gone; exiting")
         if environ.get(STORE):
-            shutil.rmtree(Path(environ[STORE]).parent, ignore_errors=True)  # where the ranks met
+            shutil.rmtree(Path(environ[STORE]).parent, ignore_errors=True)  # the rendezvous of the ranks
         os._exit(1)
 
     threading.Thread(target=look, name="fedmpi-launcher", daemon=True).start()
 
 
 def runs(pid: int) -> bool:
-    """Return whether a process of this machine is running; a zombie is not."""
+    """Return whether a process on this machine is running; a zombie is not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -88,7 +88,7 @@ def runs(pid: int) -> bool:
 
 
 class Stopped(SystemExit):
-    """The run stopped in good order and wants to be restarted; uncaught, the process exits with code 75."""
+    """The exit of a run that stopped in good order and can be restarted: exit code 75."""
 
     def __init__(self, round: int, why: str) -> None:
         super().__init__(AGAIN)
@@ -142,7 +142,7 @@ class Stop:
 
     def _watch(self) -> None:
         while caught := os.read(self.reader, 1):
-            with contextlib.suppress(ValueError):  # not one of these signals
+            with contextlib.suppress(ValueError):  # not a known signal
                 self.notice(signal.Signals(caught[0]))
 
     def notice(self, number: signal.Signals) -> None:
@@ -158,11 +158,11 @@ class Stop:
             self.interrupted_at = self.interrupted_at or now
         if self.speaks and number.name not in self.seen:
             again = "; Ctrl-C again ends it at once" if number == signal.SIGINT else ""
-            log.warning("%s: stopping when this round is done%s", number.name, again)
+            log.warning("%s: stopping after this round%s", number.name, again)
         self.seen.add(number.name)
 
     def round_done(self) -> None:
-        """Record the time of a round; the next one must fit into the budget."""
+        """Record the time of a round, and stop if another one might exceed the time budget."""
         now = time.monotonic()
         self.longest, self.round_began = max(self.longest, now - self.round_began), now
         if self.minutes is not None and now - self.began + self.longest > 60 * self.minutes:
@@ -170,10 +170,10 @@ class Stop:
 
     @property
     def flags(self) -> list[int]:
-        """Return a 1 per kind of reason that this rank knows of, else 0."""
+        """Return 1 or 0 per kind of reason: whether this rank knows of it."""
         return [int(kind in self.seen) for kind in KINDS]
 
 
 def in_words(flags: Iterable[int]) -> str:
-    """Return the reasons of all ranks from their summed flags, '' if there is none."""
+    """Return the reasons of all ranks, from their summed flags, as text; '' if there is none."""
     return " and ".join(kind for kind, count in zip(KINDS, flags, strict=True) if count)

@@ -1,9 +1,9 @@
-"""A user's own rules are tried out before a run begins, so that a mistake in them is an error message and not a first
-round in which every client fails.
+"""Try user-defined rules before a run starts, so that a mistake gives an error message and not a first round in which
+every client fails.
 
-Masks and server rules are functions of a few numbers and are tried on those (`masks.try_out`, `server.try_out`). A
-client rule works on a job, so it is tried on a real one: the first batches of one client, with what comes of them
-thrown away. Jobs draw from (seed, round, client) alone, so the run that follows has the same bits.
+Masks and server rules are functions of arrays and are tried on a few numbers (`masks.try_out`, `server.try_out`). A
+client rule takes a job, so it is tried on a real one: the first batches of one client, with the result discarded. Jobs
+draw random numbers from (seed, round, client) only, so the run has the same bits with and without the trial.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ STEPS = 2
 
 
 def try_algorithm(algorithm: Algorithm) -> None:
-    """Refuse an algorithm that was handed over as an object with a mask or a server rule that does not work."""
+    """Check the mask and the server rule of an algorithm that was passed as an object."""
     masks.try_out("of your own", algorithm.mask)
     server.try_out("of your own", algorithm.server)
 
 
 @torch.no_grad()
 def try_rule(name: str, rule: LocalRule, task: Task, work: Work) -> None:
-    """Refuse a client rule that raises, returns something else than it should or writes to what all clients share.
+    """Refuse a client rule that raises, returns the wrong type or shape, or writes to memory that all clients share.
 
-    It has `STEPS` steps. A rule may need more batches than that, so what fails is tried again with all of the run's.
+    It runs for `STEPS` steps. A rule may need more batches, so one that fails is tried again with all steps of the run.
     """
     start = task.start()
     try:
@@ -48,7 +48,7 @@ def try_rule(name: str, rule: LocalRule, task: Task, work: Work) -> None:
 
 
 def try_once(rule: LocalRule, task: Task, work: Work) -> str:
-    """Return what is wrong with a rule on the first client's job; '' if nothing is."""
+    """Return what is wrong with a rule on a job of the first client; '' if nothing is."""
     start_N, ints = task.start()
     memory = Memory(rule.keeps, task.layout.params).read(0)
     shared = {c.name: torch.zeros_like(start_N) for c in rule.sends if c.to == "shared"}

@@ -448,7 +448,7 @@ def test_a_finished_run_is_not_overwritten(capsys: pytest.CaptureFixture[str]) -
     assert main(["train", *QUICK, "--out", "run"]) == 0
     capsys.readouterr()
     assert refused(capsys, "train", *QUICK, "--out", "run") == (
-        "--out run already holds a finished run; choose another folder or remove it, or go on from it with more "
+        "--out run already holds a finished run; choose another folder or remove it, or resume it with more "
         "--rounds and --resume force"
     )
 

@@ -48,7 +48,7 @@ from fedmpi.experiments.attack.attackers import (
     logistic,
     summary,
 )
-from fedmpi.experiments.attack.command import How, attack_run, members_of, trained_clients
+from fedmpi.experiments.attack.command import AttackSettings, attack_run, members_of, trained_clients
 from fedmpi.experiments.attack.rebuild import Rebuilt, config_of, rebuild, untrained
 from fedmpi.experiments.runs import read_run
 from fedmpi.experiments.stats import wilson
@@ -57,7 +57,7 @@ from fedmpi.runs.config import Config, Eval, Local, Meta
 from fedmpi.seeds import attack_generator
 
 CPU = torch.device("cpu")
-SMALL = How(repeats=2)
+SMALL = AttackSettings(repeats=2)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -366,7 +366,7 @@ def test_a_model_that_has_learnt_by_heart_is_found_out(learnt: Path) -> None:
 
 
 def test_confidence_alone_gives_members_away_when_logits_are_sorted(learnt: Path) -> None:
-    found = attack_run(learnt, how=How(features="sorted"))["logistic"]
+    found = attack_run(learnt, settings=AttackSettings(features="sorted"))["logistic"]
     assert found["interval"][0] > 0.5
 
 
@@ -383,11 +383,11 @@ def test_what_was_not_trained_is_not_found(tmp_path: Path) -> None:
 def test_a_control_tells_a_difference_of_the_sets_from_memory(tmp_path: Path) -> None:
     still = Local(batch=500, lr=1e-9)
     train(by_heart(tmp_path, data="test_attack:shifted", local=still, rounds=1))
-    found = attack_run(tmp_path, how=How(repeats=1, control=True))
+    found = attack_run(tmp_path, settings=AttackSettings(repeats=1, control=True))
     assert found["logistic"]["accuracy"] > 0.7  # though nothing was learnt
     assert found["control"]["logistic"]["accuracy"] == pytest.approx(found["logistic"]["accuracy"], abs=0.01)
     train(by_heart(tmp_path / "learnt"))
-    found = attack_run(tmp_path / "learnt", how=How(repeats=2, control=True))
+    found = attack_run(tmp_path / "learnt", settings=AttackSettings(repeats=2, control=True))
     low, high = found["control"]["loss"]["interval"]
     assert low < 0.5 < high < found["loss"]["interval"][0]
 
@@ -395,13 +395,13 @@ def test_a_control_tells_a_difference_of_the_sets_from_memory(tmp_path: Path) ->
 def test_the_control_is_the_model_with_which_the_run_began(tmp_path: Path) -> None:
     still = by_heart(tmp_path, local=Local(batch=25, lr=1e-30), rounds=1, model="test_attack:network")
     train(still)
-    found = attack_run(tmp_path, how=How(repeats=1, control=True))
+    found = attack_run(tmp_path, settings=AttackSettings(repeats=1, control=True))
     assert found["control"] == {"logistic": found["logistic"], "loss": found["loss"]}
 
 
 def test_results_are_those_of_the_samples_as_they_are(tmp_path: Path) -> None:
     train(settings_of(tmp_path, augment="crop:2+flip", rounds=6))
-    found, members = attack_run(tmp_path, how=SMALL), ask(rebuilt(tmp_path), np.arange(200), test=False)
+    found, members = attack_run(tmp_path, settings=SMALL), ask(rebuilt(tmp_path), np.arange(200), test=False)
     arrays, weights = tiny(), load_file(tmp_path / "model.safetensors")
     results = []
     for x, y in ((arrays.test_x, arrays.test_y), (arrays.x, arrays.y)):
@@ -415,16 +415,16 @@ def test_results_are_those_of_the_samples_as_they_are(tmp_path: Path) -> None:
 
 
 def test_the_same_attack_leaves_the_same_bytes(learnt: Path, tmp_path: Path) -> None:
-    attack_run(learnt, how=SMALL)
+    attack_run(learnt, settings=SMALL)
     first = (learnt / "attack.json").read_bytes()
-    attack_run(learnt, how=SMALL)
+    attack_run(learnt, settings=SMALL)
     assert (learnt / "attack.json").read_bytes() == first
     command_line = [sys.executable, "-m", "fedmpi", "attack", str(learnt), "--repeats", "2", "--json"]
     done = subprocess.run(command_line, cwd=tmp_path, env=rank_environment(), capture_output=True, timeout=120)
     assert done.returncode == 0, done.stderr.decode()
     assert (learnt / "attack.json").read_bytes() == first
     assert json.loads(done.stdout) == {"run": str(learnt)} | json.loads(first)
-    attack_run(learnt, how=replace(SMALL, seed=1))
+    attack_run(learnt, settings=replace(SMALL, seed=1))
     assert (learnt / "attack.json").read_bytes() != first
 
 
@@ -432,7 +432,7 @@ def test_the_caller_is_not_disturbed(learnt: Path, spoilt: Path) -> None:
     (spoilt / "model.safetensors").write_bytes(b"no tensors")
     torch.set_num_threads(3)
     before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate(), torch.get_num_threads()
-    attack_run(learnt, how=SMALL)
+    attack_run(learnt, settings=SMALL)
     with pytest.raises(FileError):
         attack_run(spoilt)
     after = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate(), torch.get_num_threads()
@@ -451,7 +451,7 @@ def test_members_are_all_that_clients_have_or_those_who_took_part(tmp_path: Path
     assert len(cids) == 2
     mine = np.sort(np.concatenate([run.partition.of(cid) for cid in cids]))
     assert members_of(run, "trained").tolist() == mine.tolist() and len(mine) == 50
-    assert attack_run(tmp_path, how=replace(SMALL, members="trained"))["samples"] == 50
+    assert attack_run(tmp_path, settings=replace(SMALL, members="trained"))["samples"] == 50
 
 
 def test_the_clients_that_took_part_are_those_whose_weights_have_moved(tmp_path: Path) -> None:
@@ -514,17 +514,17 @@ def test_sequences_are_judged_by_their_mean_loss_and_their_last_answer(tmp_path:
     ]
     assert answers.losses == pytest.approx([sum(one) / 5 for one in by_hand], abs=1e-6)
     assert torch.equal(torch.from_numpy(answers.values).float(), logits[:, -1])
-    assert attack_run(tmp_path, how=SMALL)["samples"] == 60
+    assert attack_run(tmp_path, settings=SMALL)["samples"] == 60
 
 
 def test_datasets_are_attacked_like_the_arrays_they_hold(learnt: Path, tmp_path: Path) -> None:
     train(by_heart(tmp_path, data="test_attack:as_datasets"))
-    assert attack_run(tmp_path, how=SMALL) == attack_run(learnt, how=SMALL)
+    assert attack_run(tmp_path, settings=SMALL) == attack_run(learnt, settings=SMALL)
 
 
 def test_an_objective_of_ones_own_is_asked_for_one_sample_at_a_time(learnt: Path, tmp_path: Path) -> None:
     train(by_heart(tmp_path, data="test_attack:with_own_objective"))
-    own, ours = attack_run(tmp_path, how=SMALL), attack_run(learnt, how=SMALL)
+    own, ours = attack_run(tmp_path, settings=SMALL), attack_run(learnt, settings=SMALL)
     assert own["test_loss"] == pytest.approx(ours["test_loss"], abs=1e-4)
     assert own["loss"]["accuracy"] == pytest.approx(ours["loss"]["accuracy"], abs=0.02)
 
@@ -532,7 +532,7 @@ def test_an_objective_of_ones_own_is_asked_for_one_sample_at_a_time(learnt: Path
 def test_what_a_users_objective_raises_is_told_in_one_sentence(tmp_path: Path, capsys: Any) -> None:
     train(by_heart(tmp_path, data="test_attack:with_broken_objective", rounds=1))
     assert main(["attack", str(tmp_path)]) == 1
-    told = "the test samples of 'noise' could not be asked: ZeroDivisionError: not one at a time"
+    told = "evaluating the test samples of 'noise' failed: ZeroDivisionError: not one at a time"
     assert capsys.readouterr().err == f"fedmpi: {told}\n"
 
 
@@ -571,16 +571,16 @@ def test_objects_of_a_python_program_must_be_handed_over_again(tmp_path: Path, c
     for name, handed in what.items():
         said = refused(tmp_path / name, capsys=capsys)
         assert said == (
-            f"the run in '{tmp_path / name}' was handed {handed} in Python, so it cannot be rebuilt from its folder; "
-            "train with names or import paths, or hand them over again: attack_run(folder, given=...)"
+            f"the run in '{tmp_path / name}' got {handed} as Python objects, so it cannot be rebuilt from its folder; "
+            "train with names or import paths, or pass them again: attack_run(folder, given=...)"
         )
         assert not (tmp_path / name / "attack.json").exists()
     weights = {name: t.clone() for name, t in model.state_dict().items()}
-    both = attack_run(tmp_path / "both", how=SMALL, given=Given(data=arrays, model=model))
-    assert both == attack_run(tmp_path / "model", how=SMALL, given=Given(model=model))
+    both = attack_run(tmp_path / "both", settings=SMALL, given=Given(data=arrays, model=model))
+    assert both == attack_run(tmp_path / "model", settings=SMALL, given=Given(model=model))
     assert all(torch.equal(t, weights[name]) for name, t in model.state_dict().items())  # it was copied
-    with pytest.raises(UserError, match="how that began is not known; leave --control out"):
-        attack_run(tmp_path / "model", how=How(control=True), given=Given(model=model))
+    with pytest.raises(UserError, match="whose initial weights are not known; leave --control out"):
+        attack_run(tmp_path / "model", settings=AttackSettings(control=True), given=Given(model=model))
 
 
 # What is refused
@@ -604,7 +604,7 @@ def test_no_run_is_attacked_where_one_of_them_is_not_finished(learnt: Path, spoi
 def test_a_model_that_is_gone_or_another(spoilt: Path, capsys: Any) -> None:
     model = spoilt / "model.safetensors"
     save_file({"1.weight": torch.zeros(2)}, model)
-    wanted = f"'{model}' is not the file that the run has written: its SHA-256 is another; train it again, or put back"
+    wanted = f"'{model}' is not the file that the run has written: its SHA-256 differs; train it again, or restore"
     assert refused(spoilt, capsys=capsys, code=1).startswith(wanted)
     finished = json.loads((spoilt / "finished.json").read_text())
     sign(spoilt, finished)
@@ -626,7 +626,7 @@ def test_a_model_that_has_diverged(spoilt: Path, capsys: Any) -> None:
     weights = load_file(spoilt / "model.safetensors")
     save_file({name: t * math.inf for name, t in weights.items()}, spoilt / "model.safetensors")
     sign(spoilt, json.loads((spoilt / "finished.json").read_text()))
-    assert "answers with numbers that are not finite: it has diverged" in refused(spoilt, capsys=capsys)
+    assert "has outputs or losses that are not finite: training diverged" in refused(spoilt, capsys=capsys)
 
 
 def test_data_that_have_changed_since(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -637,21 +637,21 @@ def test_data_that_have_changed_since(tmp_path: Path, capsys: Any, monkeypatch: 
     for other, differs in ((fewer, "samples, sha256, histogram"), (relabelled, "histogram")):
         monkeypatch.setitem(data.DATASETS, "tiny", data_row(lambda root, other=other: other))
         assert refused(tmp_path, capsys=capsys) == (
-            f"the data 'tiny' are not those of the run in '{tmp_path}': its partition.json has another {differs}; "
-            "train it again, or put back what it had"
+            f"the data 'tiny' are not those of the run in '{tmp_path}': its partition.json differs in {differs}; "
+            "train it again, or restore the original"
         )
     monkeypatch.setitem(data.DATASETS, "tiny", data_row(lambda root: replace(whole, test_x=whole.test_x.flip(0))))
     assert "the data or the model's code have changed" in refused(tmp_path, capsys=capsys)
     monkeypatch.setitem(data.DATASETS, "tiny", data_row(lambda root: whole))
     (tmp_path / "partition.json").unlink()
-    assert "partition.json does not say how the data were dealt out" in refused(tmp_path, capsys=capsys, code=1)
+    assert "partition.json does not describe the partition of the data" in refused(tmp_path, capsys=capsys, code=1)
     assert not (tmp_path / "attack.json").exists()
 
 
 def test_the_score_is_compared_on_the_samples_that_the_run_was_scored_on(tmp_path: Path) -> None:
     train(by_heart(tmp_path, eval=Eval(samples=40, batch=25)))
     told = json.loads((tmp_path / "finished.json").read_text())["test_loss"]
-    found = attack_run(tmp_path, how=replace(SMALL, samples=30))
+    found = attack_run(tmp_path, settings=replace(SMALL, samples=30))
     assert found["samples"] == 30 and abs(found["test_loss"] - told) > 0.01  # others than the 40
 
 
@@ -668,12 +668,12 @@ def test_options_and_their_bounds(learnt: Path, capsys: Any) -> None:
     assert "did you mean '--samples'?" in refused(learnt, "--sample", 3, capsys=capsys)
     assert "unknown device 'gpu'" in refused(learnt, "--device", "gpu", capsys=capsys)
     with pytest.raises(UserError, match="unknown --members"):
-        attack_run(learnt, how=How(members="some"))
+        attack_run(learnt, settings=AttackSettings(members="some"))
 
 
 def test_too_few_samples(tmp_path: Path, capsys: Any) -> None:
     train(settings_of(tmp_path, data="test_attack:lonely", clients=2, cohort=2))
-    said = "has 4 members and 1 test samples; an attack needs at least 2 of either, one to learn from and one to be"
+    said = "has 4 members and 1 test samples; an attack needs at least 2 of each: one to fit on and one to score on"
     assert said in refused(tmp_path, capsys=capsys)
 
 
@@ -729,7 +729,7 @@ def test_data_are_found_at_another_root(tmp_path: Path) -> None:
     train(by_heart(tmp_path / "run", data="test_attack:at_root", data_root=str(tmp_path / "here"), rounds=1))
     (tmp_path / "here").rename(tmp_path / "there")
     with pytest.raises(UserError, match="there are no data in"):
-        attack_run(tmp_path / "run", how=SMALL)
+        attack_run(tmp_path / "run", settings=SMALL)
     assert attack_run(tmp_path / "run", str(tmp_path / "there"), SMALL)["samples"] == 150
 
 

@@ -163,9 +163,9 @@ def test_names_are_found_whatever_their_case(option: str, given: str, real: str)
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--split noniid", "--split 'noniid' is not clear; write classes (a few classes per client: --skew.classes)"),
-        ("--split label", "--split 'label' is not clear; write classes"),
-        ("--algorithm FedGMA", "--algorithm 'FedGMA' is not clear; gradient masked averaging is a mask"),
+        ("--split noniid", "--split 'noniid' is ambiguous; write classes (a few classes per client: --skew.classes)"),
+        ("--split label", "--split 'label' is ambiguous; write classes"),
+        ("--algorithm FedGMA", "--algorithm 'FedGMA' is ambiguous; gradient masked averaging is a mask"),
         ("--model resnet50", "unknown model 'resnet50'; did you mean 'torchvision:resnet50'? known: cnn"),
         ("--model EfficientNet-B0", "unknown model 'EfficientNet-B0'; did you mean 'torchvision:efficientnet_b0'?"),
         ("--model resnet18", "unknown model 'resnet18'; did you mean 'resnet18-gn' or 'resnet18-bn' or 'torchvision:"),

@@ -775,9 +775,9 @@ def test_what_does_not_touch_training_may_change(runs: dict[str, Path], tmp_path
 def test_a_finished_run_goes_on_with_more_rounds(tmp_path: Path) -> None:
     cfg = settings_of(tmp_path / "a", algorithm="scaffold", rounds=3, threads=1)
     launch(cfg, 2)
-    with pytest.raises(UserError, match="already holds a finished run; choose another folder or remove it, or go on"):
+    with pytest.raises(UserError, match="already holds a finished run; choose another folder .* or resume it"):
         launch(replace(cfg, rounds=5))
-    with pytest.raises(UserError, match="holds a finished run of 3 rounds; give more --rounds to go on from it"):
+    with pytest.raises(UserError, match="holds a finished run of 3 rounds; give more --rounds to resume it"):
         launch(replace(cfg, resume="force"))
     launch(replace(cfg, rounds=5, resume="force"))
     launch(replace(cfg, rounds=5, out=str(tmp_path / "b")))
@@ -959,7 +959,7 @@ def test_a_full_disk_is_exit_code_1_and_one_line(small_disk: Path) -> None:
     ), full.stderr
     subprocess.run(["mount", "-o", "remount,size=20m", str(small_disk)], check=True, timeout=20)
     done = subprocess.run(command, env=rank_environment(), capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and f"going on after round {kept}" in done.stdout, done.stderr
+    assert done.returncode == 0 and f"resuming after round {kept}" in done.stdout, done.stderr
     assert [one["round"] for one in metrics(out)] == list(range(1, 13))
 
 

@@ -124,7 +124,7 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize(
     ("cell", "said"),
     [
-        ("fedmpi.train(None, [])", "UserError: data is empty; give a data set for each client"),
+        ("fedmpi.train(None, [])", "UserError: data is empty; give one data set per client"),
         ("fedmpi.train(None, 'glyphs', ronds=3)", "UserError: unknown option 'ronds' in fedmpi.train; did you mean"),
         ("raise RunError('round 3: a rank is gone')", "RunError: round 3: a rank is gone"),
         ("raise CommonError('a full disk')", "CommonError: a full disk"),

@@ -328,8 +328,9 @@ for round in live(0, 5, 1.0):
     assert [one["round"] for one in metrics(out)] == [1, 2, 3, 4, 5]
     said = done.stderr.splitlines()
     assert len(said) == 2, done.stderr
-    assert {line.split(" (")[0] for line in said} == {"WARNING: --log_to wandb fails", "WARNING: --log_to mlflow fails"}
-    assert all(line.endswith("); going on without it") for line in said)
+    failed = {"WARNING: --log_to wandb failed", "WARNING: --log_to mlflow failed"}
+    assert {line.split(" (")[0] for line in said} == failed
+    assert all(line.endswith("); continuing without it") for line in said)
 
 
 def test_a_store_that_does_not_answer_is_a_mistake_at_the_start_and_a_warning_later(tmp_path: Path) -> None:
@@ -348,9 +349,9 @@ print(list(live(1, 2, 1.0)))
 """
     done = python("-c", LIVE + code, str(tmp_path / "run"), **store)
     said = done.stdout.splitlines()
-    assert said[0].startswith("--log_to mlflow cannot begin (ConnectionRefusedError: ") and "leave it out" in said[0]
+    assert said[0].startswith("--log_to mlflow cannot start (ConnectionRefusedError: ") and "leave it out" in said[0]
     assert said[-1] == "[2]" and [one["round"] for one in metrics(tmp_path / "run")] == [1, 2]
-    assert done.stderr.count("WARNING: --log_to mlflow fails (ConnectionRefusedError: ") == 1, done.stderr
+    assert done.stderr.count("WARNING: --log_to mlflow failed (ConnectionRefusedError: ") == 1, done.stderr
 
 
 class Broken:
@@ -385,7 +386,7 @@ def test_a_failure_is_told_once(
         for round in range(1, 5):
             log.round(Report(round, 2, (), 1.0, 0.5, 0.5, 8, SECONDS))
     [said] = caplog.records
-    assert said.getMessage() == f"--log_to tensorboard fails ({why}); going on without it"
+    assert said.getMessage() == f"--log_to tensorboard failed ({why}); continuing without it"
     assert len(metrics(tmp_path)) == 4
 
 
@@ -402,7 +403,7 @@ def test_a_tensorboard_folder_that_is_removed_is_one_warning(
                     (tmp_path / "tensorboard").touch()
             log.round(Report(round, 2, (), 1.0, 0.5, 0.5, 8, SECONDS))
     [said] = caplog.messages
-    assert said.startswith("--log_to tensorboard fails (") and said.endswith("; going on without it")
+    assert said.startswith("--log_to tensorboard failed (") and said.endswith("; continuing without it")
     assert [one["round"] for one in metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
     assert capfd.readouterr() == ("", "")
 
@@ -518,6 +519,6 @@ with Log(out, 2, ["tensorboard", "wandb", "mlflow"], True, quiet=True) as log:
 
 
 def test_a_store_is_not_put_where_a_path_ends_early(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="store cannot lie in .*'?' ends a path"):
+    with pytest.raises(UserError, match="store cannot be in .*'?' ends a URI"):
         address(tmp_path / "why?" / "mlflow.db")
     assert address(tmp_path / "a b" / "mlflow.db") == f"sqlite:///{tmp_path}/a b/mlflow.db"

@@ -316,7 +316,7 @@ def test_a_second_ctrl_c_ends_a_run_at_once(tmp_path: Path) -> None:
         wait_until(lambda: "1 thread each" in job.said.read_text())
         job.process.send_signal(signal.SIGINT)
         wait_until(
-            lambda: "SIGINT: stopping when this round is done; Ctrl-C again ends it at once" in job.said.read_text()
+            lambda: "SIGINT: stopping after this round; Ctrl-C again ends it at once" in job.said.read_text()
         )
         time.sleep(1.2)
         job.process.send_signal(signal.SIGINT)

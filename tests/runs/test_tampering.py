@@ -487,7 +487,7 @@ def test_metrics_that_are_removed_while_a_run_writes_them(
         inner.setattr(Log, "round", meddle)
         run(prepare(config(out)), SoloComm(), ALONE, CPU, {})
     assert [one["round"] for one in metrics(out)] == [3, 4, 5] and model_of(out) == model_of(runs["whole"])
-    logged = f"{out / 'metrics.jsonl'} was removed: a new one has the rounds from 3 on"
+    logged = f"{out / 'metrics.jsonl'} was removed: a new file has the rounds from 3 on"
     assert [line.message for line in caplog.records] == ([logged] if how == "removed" else [])
     caplog.clear()
     more = replace(config(out), rounds=6, resume="force")

@@ -1,7 +1,7 @@
 """Membership inference on finished runs.
 
-    rebuild, answers     a run's model and data again, and what it says of samples
-    attackers            logistic regression on the answers, and a threshold of the loss
-    command              the attack on run folders
-    membership           the same as a measurement (--evaluate membership)
+    rebuild, answers     restore a run's model and data; outputs and losses per sample
+    attackers            logistic regression on the outputs, threshold on the loss
+    command              `fedmpi attack`: attack run folders
+    membership           the attack as a measurement (--evaluate membership)
 """

@@ -1,6 +1,6 @@
-"""What a run's model answers for samples by their numbers, and what each of them costs it.
+"""Outputs and losses of a run's model for samples, selected by index.
 
-Of sequences, the loss of a sample is the mean over its positions, and the answer is that at the last one.
+For sequences, the loss of a sample is the mean over its positions, and the output is the one at the last position.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from .rebuild import Rebuilt
 
 @dataclass(frozen=True)
 class Answers:
-    """What a model makes of samples."""
+    """Outputs and losses of a model for samples."""
 
     values: Floats
-    """its outputs, [n, width]; of a sequence those at the last position"""
+    """outputs, [n, width]; for a sequence those at the last position"""
     losses: Floats
-    """[n]"""
+    """loss per sample, [n]"""
     metric: float
-    """its mean over the labels"""
+    """mean over the labels"""
 
 
 @torch.inference_mode()
 def ask(rebuilt: Rebuilt, numbers: Ints, test: bool) -> Answers:
-    """Return what the model answers for train or test samples."""
+    """Return the outputs and losses of the model for train or test samples."""
     goal = rebuilt.data.goal
     values, losses, total, labels = list[Tensor](), list[Tensor](), 0.0, 0
     try:
@@ -44,23 +44,23 @@ def ask(rebuilt: Rebuilt, numbers: Ints, test: bool) -> Answers:
             total, labels = total + float(goal.total(outputs, y)), labels + y.numel()
     except (UserError, RunError):
         raise
-    except Exception as error:  # of a user's Dataset, model or objective
+    except Exception as error:  # raised by a user's Dataset, model or objective
         part = "test" if test else "train"
         raise RunError(
-            f"the {part} samples of '{rebuilt.data.name}' could not be asked: {type(error).__name__}: {one_line(error)}"
+            f"evaluating the {part} samples of '{rebuilt.data.name}' failed: {type(error).__name__}: {one_line(error)}"
         ) from error
     found = Answers(torch.cat(values).double().numpy(), torch.cat(losses).double().numpy(), total / labels)
     if not np.isfinite(found.values).all() or not np.isfinite(found.losses).all():
         raise UserError(
-            f"the model of '{rebuilt.run.folder}' answers with numbers that are not finite: it has diverged, and there "
-            "is nothing to attack; train it with a smaller learning rate"
+            f"the model of '{rebuilt.run.folder}' has outputs or losses that are not finite: training diverged, so "
+            "there is nothing to attack; train with a smaller learning rate"
         )
     return found
 
 
 def sample_losses(goal: Objective, outputs: Tensor, y: Tensor) -> Tensor:
-    """Return the loss of each sample, the mean over its labels. A user's own is asked for one sample after another: it
-    need not know another way."""
+    """Return the loss per sample, the mean over its labels. A user's own loss is called once per sample, because it
+    need not support reduction "none"."""
     if goal.loss is cross_entropy:
         return exact_cross_entropy(outputs.double(), y).reshape(len(y), -1).mean(1)
     if goal.loss is squared_error:
@@ -70,15 +70,15 @@ def sample_losses(goal: Objective, outputs: Tensor, y: Tensor) -> Tensor:
 
 
 def exact_cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Return the cross entropy per label, as log(1 + sum of the others' exp(logit - the label's)). Of a sample that was
-    learnt by heart it is tiny, down to 1e-24, where torch's own, in double precision, is 0 for one in twenty."""
+    """Return the cross entropy per label, as log(1 + sum over other classes of exp(logit - label's logit)). It is tiny
+    for memorised samples, down to 1e-24; torch's own rounds one in twenty of these to 0, even in double precision."""
     place = labels.unsqueeze(-1)
     others = outputs.scatter(-1, place, -torch.inf).logsumexp(-1)
     return torch.logaddexp(torch.zeros_like(others), others - outputs.gather(-1, place).squeeze(-1))
 
 
 def scored_loss(rebuilt: Rebuilt, asked: Ints, answers: Answers) -> float:
-    """Return the mean loss on the test samples that the run was scored on; ask for those that were not asked yet."""
+    """Return the mean loss on the test samples that the run was scored on; evaluate those not in `asked`."""
     losses, scored = np.full(rebuilt.data.tests, np.nan), rebuilt.scored
     losses[asked] = answers.losses
     missing = np.setdiff1d(scored, asked)

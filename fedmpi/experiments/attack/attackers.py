@@ -1,13 +1,13 @@
-"""Membership attackers: what is learnt from samples whose membership is known, and how well that tells others apart.
+"""Membership attackers: fitted on samples whose membership is known, scored on the others.
 
-An attacker learns from its half of the samples and returns a `Learned`: a rank for every sample, higher where it looks
-more like a member, and the cut from which on it is taken for one.
+An attacker is fitted on its half of the samples and returns a `Learned`: a score per sample (`rank`), higher for likely
+members, and a threshold (`cut`) at or above which a sample is classified as a member.
 
-logistic   a binary logistic regression on what a model answers (Tenison et al., TMLR 2023, appendix F). The papers
-           descend for 5000 rounds; the loss is convex, so here Newton's method goes to where that leads, with a little
-           weight decay that keeps the solution finite where members and others can be told apart without fault.
-cheapest   a threshold on the loss of a sample (Yeom et al., CSF 2018), here that which is right most often on the
-           attacker's own half.
+logistic   Binary logistic regression on the model's outputs (Tenison et al., TMLR 2023, appendix F). The papers run
+           5000 rounds of gradient descent; the loss is convex, so Newton's method finds the same minimum. A small
+           weight decay keeps the solution finite where members and others are linearly separable.
+cheapest   Threshold on the loss of a sample (Yeom et al., CSF 2018): the one with the highest accuracy on the
+           attacker's half.
 """
 
 from __future__ import annotations
@@ -28,42 +28,42 @@ from ..stats import wilson
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
-DECAY = 1e-4  # the customary 1 / samples, for ten thousand
-SMALLEST = 1e-9  # slope that counts as none
-ROUNDING = 1e-15  # of a height
-MOST_STEPS = 200  # of Newton's method, which takes about ten
+DECAY = 1e-4  # the usual 1 / samples, for ten thousand samples
+SMALLEST = 1e-9  # a gradient below this counts as zero
+ROUNDING = 1e-15  # tolerance when two losses are compared
+MOST_STEPS = 200  # of Newton's method, which usually needs about ten
 FALSE_ALARMS = 0.01
 
 
 @dataclass(frozen=True)
 class Learned:
-    """What an attacker has learnt."""
+    """A fitted attacker."""
 
     rank: Callable[[Floats], Floats]
-    """values [n, width] -> a rank each, [n]"""
+    """values [n, width] -> scores [n]"""
     cut: float
-    """samples of this rank or a higher one are taken for members"""
+    """threshold: samples with this score or a higher one are classified as members"""
 
 
 Attacker = Callable[[Floats, Bools], Learned]
-"""(values [n, width], whether each is a member's) -> what it has learnt"""
+"""(values [n, width], membership [n]) -> fitted attacker"""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """How well an attacker does on samples that it did not learn from."""
+    """The scores of an attacker on samples that it was not fitted on."""
 
     accuracy: float
     auc: float
-    """the chance that a member ranks above another sample, a tie counted half"""
+    """probability that a member ranks above a non-member; ties count half"""
     advantage: float
-    """members found less false alarms, each as a share: 0 for who guesses"""
+    """true positive rate minus false positive rate; 0 for guessing"""
     tpr_at_1_fpr: float
-    """the share of members found at the cut that gives at most 1 % false alarms"""
+    """true positive rate at a false positive rate of at most 1%"""
 
 
 def logistic(values: Floats, member: Bools) -> Learned:
-    """A logistic regression on the values, each of them scaled to mean 0 and deviation 1 on the attacker's half."""
+    """Fit a logistic regression on the values, standardised to mean 0 and deviation 1 on the attacker's half."""
     mean, scale = values.mean(axis=0), values.std(axis=0)
     scale = np.where(scale > 0, scale, 1.0)
     weights = fit_logistic((values - mean) / scale, member)
@@ -71,8 +71,8 @@ def logistic(values: Floats, member: Bools) -> Learned:
 
 
 def fit_logistic(x: Floats, member: Bools, decay: float = DECAY) -> Floats:
-    """The weights, the intercept last, at which the mean of log(1 + exp(-+score)) plus decay / 2 |weights|^2 is least;
-    the intercept does not decay. By Newton's method, a step halved while it leads up."""
+    """Return the weights, intercept last, that minimise the mean of log(1 + exp(-+score)) plus decay / 2 |weights|^2.
+    The intercept does not decay. Newton's method; a step is halved while it increases the loss."""
     a = np.column_stack([x, np.ones(len(x))])
     decays = np.append(np.full(x.shape[1], decay), 0.0)
     side = np.where(member, 1.0, -1.0)
@@ -82,7 +82,7 @@ def fit_logistic(x: Floats, member: Bools, decay: float = DECAY) -> Floats:
 
     w = np.zeros(a.shape[1])
     for _ in range(MOST_STEPS):
-        wrong = np.exp(-np.logaddexp(0, side * (a @ w)))  # how much of each sample is on the wrong side
+        wrong = np.exp(-np.logaddexp(0, side * (a @ w)))  # probability of the wrong class, per sample
         slope = decays * w - a.T @ (side * wrong) / len(a)
         if np.abs(slope).max() < SMALLEST:
             return w
@@ -91,22 +91,22 @@ def fit_logistic(x: Floats, member: Bools, decay: float = DECAY) -> Floats:
         while height(w - part * step) > here + ROUNDING and part > SMALLEST:
             part /= 2
         w = w - part * step
-    raise RunError(f"the logistic regression has not come to its minimum after {MOST_STEPS} steps of Newton's method")
+    raise RunError(f"the logistic regression did not converge in {MOST_STEPS} steps of Newton's method")
 
 
 def cheapest(values: Floats, member: Bools) -> Learned:
-    """Members are those of the lowest loss, `values` [n, 1]: the threshold, a loss of the attacker's half, is right
-    there most often, and is the lowest of several such."""
+    """Fit a threshold on the losses, `values` [n, 1]: samples at or below it are members. It is the loss in the
+    attacker's half with the highest accuracy there, the lowest of several such."""
     order = np.argsort(values[:, 0], kind="stable")
     losses, gain = values[order, 0], np.cumsum(np.where(member[order], 1, -1))
-    last = np.append(losses[1:] != losses[:-1], True)  # of equal ones: they fall on the same side
+    last = np.append(losses[1:] != losses[:-1], True)  # of equal losses, which fall on the same side
     best = int(np.argmax(np.where(last, gain, -len(gain))))
     return Learned(lambda new: -new[:, 0], cut=-losses[best] if gain[best] > 0 else np.inf)
 
 
 def contest(attacker: Attacker, values: Floats, repeats: int, seed: int) -> dict[str, Any]:
-    """How well an attacker does on values of which the first half are members'. It learns from a random half of the
-    members and of the others and is judged by the rest, several times."""
+    """Return the scores of an attacker on values whose first half are the members'. It is fitted on a random half of
+    the members and of the others and scored on the rest, `repeats` times."""
     count = len(values) // 2
     member = np.arange(2 * count) < count
     verdicts = []
@@ -117,7 +117,7 @@ def contest(attacker: Attacker, values: Floats, repeats: int, seed: int) -> dict
 
 
 def half(count: int, rng: np.random.Generator) -> Bools:
-    """A random half of `count` members and of as many others behind them."""
+    """Return a random half of `count` members and of as many others, which follow them, as a boolean mask."""
     known = np.zeros((2, count), dtype=np.bool_)
     for side in known:
         side[rng.permutation(count)[: count // 2]] = True
@@ -125,8 +125,8 @@ def half(count: int, rng: np.random.Generator) -> Bools:
 
 
 def summary(verdicts: Sequence[Verdict], trials: int) -> dict[str, Any]:
-    """The means over the repeats; the deviation of the accuracy, which tells of the halves alone; and the interval,
-    which tells of the samples, as if one repeat had come to that mean: more of them do not add samples."""
+    """Return the means over the repeats, the deviation of the accuracy over the random halves, and the confidence
+    interval over the samples. The interval is that of one repeat with this mean: repeats do not add samples."""
     columns = {f.name: [getattr(one, f.name) for one in verdicts] for f in dataclasses.fields(Verdict)}
     means = {name: fmean(column) for name, column in columns.items()}
     return {
@@ -138,7 +138,7 @@ def summary(verdicts: Sequence[Verdict], trials: int) -> dict[str, Any]:
 
 
 def judge(learned: Learned, values: Floats, member: Bools) -> Verdict:
-    """How well what was learnt does on these samples."""
+    """Return the scores of a fitted attacker on these samples."""
     rank = learned.rank(values)
     said = rank >= learned.cut
     found, alarms = float(said[member].mean()), float(said[~member].mean())
@@ -151,14 +151,14 @@ def judge(learned: Learned, values: Floats, member: Bools) -> Verdict:
 
 
 def auc(members: Floats, others: Floats) -> float:
-    """The share of pairs in which the member ranks above the other, ties counted half: the area under the ROC."""
+    """Return the area under the ROC curve: the share of pairs in which the member ranks higher; ties count half."""
     others = np.sort(others)
     below, not_above = (np.searchsorted(others, members, side=side) for side in ("left", "right"))
     return float((below + not_above).sum() / (2 * len(members) * len(others)))
 
 
 def found_at(members: Floats, others: Floats, alarms: float) -> float:
-    """The largest share of members that a cut finds which takes at most that share of the others for members."""
-    allowed = int(alarms * len(others) + 1e-9)  # others that may rank at the cut or above
+    """Return the highest true positive rate of any threshold with a false positive rate of at most `alarms`."""
+    allowed = int(alarms * len(others) + 1e-9)  # others that may rank at or above the threshold
     highest = np.sort(others)[::-1]
     return float((members > highest[allowed]).mean()) if allowed < len(others) else 1.0

@@ -1,13 +1,13 @@
 """`fedmpi attack`: membership inference against finished runs (Tenison et al., TMLR 2023, appendix F; thesis 4.7).
 
-Can who sees only what the trained model answers tell samples that it was trained on (members) from test samples? Two
-attackers try: a logistic regression on the answers, as in the papers, and a threshold on the loss, which is stronger
-and knows the label (attackers.py). The papers show the split of the samples in a figure, after Tople et al. (2020), and
-do not put it into words. It is read so here: as many members as others, at random; a random half of either for the
-attacker to learn from, and the other halves to judge it by. So who guesses is right half of the time.
+Can samples that the model was trained on (members) be distinguished from test samples by the model's outputs alone? Two
+attackers try: a logistic regression on the outputs, as in the papers, and a threshold on the loss, which is stronger
+but needs the label (attackers.py). The papers show the split of the samples only in a figure, after Tople et al.
+(2020). Our reading: equally many members and others, drawn at random; the attacker is fitted on a random half of both
+and scored on the other half. Guessing has an accuracy of 0.5.
 
-Where train and test samples differ by themselves (other writers, other colours), an attacker finds that difference as
-well. So --control attacks the model as it was before the first round, too, which knows no member.
+If train and test samples differ by themselves (other writers, other colours), an attacker finds that difference, too.
+--control measures it by also attacking the untrained model, which has seen no member.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ FEATURES: dict[str, Callable[[Floats], Floats]] = {
     "logits": lambda answers: answers,
     "sorted": lambda answers: -np.sort(-answers, axis=1),
 }
-WIDEST = 4096  # numbers in an answer; of more, Newton's method would fill the memory
+WIDEST = 4096  # outputs per sample; with more, the Hessian of Newton's method does not fit into memory
 COLUMNS = ("run", "attack", "accuracy", "+-", "95% interval", "auc", "advantage", "tpr@1%", "train", "test", "gap")
-WIDTHS = (8, 6, 15, 6, 9, 6, 6, 6, 7)  # of the numbers
+WIDTHS = (8, 6, 15, 6, 9, 6, 6, 6, 7)  # of the columns of numbers
 SIDES = "llr"
-BEFORE = ", before"  # the first round
+BEFORE = ", before"  # marks results of the untrained model
 
 
 @dataclass(frozen=True)
-class How:
-    """How an attack is made."""
+class AttackSettings:
+    """The settings of an attack."""
 
     members: str = "all"
     """all (every sample of a client) or trained (samples of clients that took part in a round)."""
@@ -73,7 +73,7 @@ class How:
 
 
 @dataclass(frozen=True)
-class AttackOptions(How):
+class AttackOptions(AttackSettings):
     """The command line of `attack`."""
 
     runs: list[str] = positional("RUN", many=True)
@@ -84,22 +84,22 @@ class AttackOptions(How):
     """Print one JSON object per run."""
 
 
-USUAL = How()
+USUAL = AttackSettings()
 
 
 def main(arguments: list[str]) -> int:
-    """`fedmpi attack RUN [RUN ...]`: attack each of the runs; return the exit code."""
+    """Run `fedmpi attack RUN [RUN ...]`: attack each of the runs; return the exit code."""
     asked = read_options(AttackOptions, arguments, "attack", ABOUT, usage="RUN [RUN ...] [options]")
     if not asked.runs:
         raise UserError("attack was given no run folder; name one or more: fedmpi attack RUN [RUN ...]")
-    how = How(**{f.name: getattr(asked, f.name) for f in dataclasses.fields(How)})
-    check(how)
+    settings = AttackSettings(**{f.name: getattr(asked, f.name) for f in dataclasses.fields(AttackSettings)})
+    check(settings)
     set_up(rank=0, size=1)
     folders = [finished(run).folder for run in find_runs([Path(name) for name in asked.runs])]
     longest = max(len(str(folder)) for folder in [COLUMNS[0], *folders])
-    widths = (longest, len("logits" + BEFORE * how.control), *WIDTHS)
+    widths = (longest, len("logits" + BEFORE * settings.control), *WIDTHS)
     for number, folder in enumerate(folders):
-        found = attack_run(folder, asked.data_root, how)
+        found = attack_run(folder, asked.data_root, settings)
         if asked.json:
             print(json.dumps({"run": str(folder)} | found), flush=True)
         else:
@@ -108,26 +108,28 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def check(how: How) -> None:
-    """Refuse options out of their bounds, or words that mean nothing here."""
-    check_bounds(how, prefix="")
-    for kind, name, known in (("--members", how.members, MEMBERS), ("--features", how.features, FEATURES)):
+def check(settings: AttackSettings) -> None:
+    """Refuse options out of bounds and unknown names."""
+    check_bounds(settings, prefix="")
+    for kind, name, known in (("--members", settings.members, MEMBERS), ("--features", settings.features, FEATURES)):
         if name not in known:
             raise unknown(kind, name, known)
 
 
-def attack_run(folder: Path, data_root: str | None = None, how: How = USUAL, given: Given = NOTHING) -> dict[str, Any]:
-    """Attack the finished run in a folder; return what was found, and write it there as attack.json. The caller's
-    random numbers and threads are left as they are. `given`: the data and the model, where the run had them as objects
-    of a Python program."""
-    check(how)
+def attack_run(
+    folder: Path, data_root: str | None = None, settings: AttackSettings = USUAL, given: Given = NOTHING
+) -> dict[str, Any]:
+    """Attack the finished run in a folder; return the results, and write them there as attack.json. The caller's
+    random state and threads are restored. `given`: the data and the model, if the run got them as Python objects."""
+    check(settings)
     with undisturbed():
         run = finished(read_run(folder))
         cfg = config_of(run, data_root)
         cores = available_cores()
-        here = replace(cfg, device=how.device, threads=min(cfg.threads or cores, cores))  # those of the run: same bits
+        threads = min(cfg.threads or cores, cores)  # those of the run, for the same bits
+        here = replace(cfg, device=settings.device, threads=threads)
         rebuilt = rebuild(run, cfg, settle(here, Place("alone", 0, 1, 0, 1)), given)
-        found = attack(rebuilt, how)
+        found = attack(rebuilt, settings)
     try:
         write(folder / ATTACK, json.dumps(found, indent=2) + "\n")
     except OSError as error:
@@ -135,19 +137,20 @@ def attack_run(folder: Path, data_root: str | None = None, how: How = USUAL, giv
     return found
 
 
-def attack(rebuilt: Rebuilt, how: How) -> dict[str, Any]:
-    """Return the results of the attackers, and of the model on members and on others."""
-    before = untrained(rebuilt) if how.control else None
-    inside, outside = choose(members_of(rebuilt, how.members), rebuilt, how)
+def attack(rebuilt: Rebuilt, settings: AttackSettings) -> dict[str, Any]:
+    """Return the scores of the attackers, and the model's metric and loss on members and on others."""
+    before = untrained(rebuilt) if settings.control else None
+    inside, outside = choose(members_of(rebuilt, settings.members), rebuilt, settings)
     others = ask(rebuilt, outside, test=True)
     check_score(rebuilt, scored_loss(rebuilt, outside, others))
     members = ask(rebuilt, inside, test=False)
     control = None
     if before is not None:
-        control = duel(ask(before, inside, test=False), ask(before, outside, test=True), how)
+        control = duel(ask(before, inside, test=False), ask(before, outside, test=True), settings)
     better = 1 if rebuilt.data.goal.rises else -1
+    names = [f.name for f in dataclasses.fields(AttackSettings)]
     return {
-        **{f.name: getattr(how, f.name) for f in dataclasses.fields(How) if f.name not in ("device", "control")},
+        **{name: getattr(settings, name) for name in names if name not in ("device", "control")},
         "samples": len(inside),
         "judged": 2 * (len(inside) - len(inside) // 2),
         "metric": rebuilt.data.goal.metric,
@@ -157,31 +160,32 @@ def attack(rebuilt: Rebuilt, how: How) -> dict[str, Any]:
         "train_loss": float(members.losses.mean()),
         "test_loss": float(others.losses.mean()),
         "baseline": 0.5,
-        **duel(members, others, how),
+        **duel(members, others, settings),
         "control": control,
         "model_sha256": rebuilt.run.finished["model_sha256"],
         "fedmpi": __version__,
     }
 
 
-def duel(members: Answers, others: Answers, how: How) -> dict[str, Any]:
-    """Return how well either attacker does; the logistic regression is None where answers are too wide for it."""
+def duel(members: Answers, others: Answers, settings: AttackSettings) -> dict[str, Any]:
+    """Return the scores of both attackers; None for the logistic regression if the outputs are too wide for it."""
     values, losses = (
         np.concatenate(pair) for pair in ((members.values, others.values), (members.losses, others.losses))
     )
     narrow = values.shape[1] <= WIDEST
+    draws = settings.repeats, settings.seed
     return {
-        "logistic": contest(logistic, FEATURES[how.features](values), how.repeats, how.seed) if narrow else None,
-        "loss": contest(cheapest, losses[:, None], how.repeats, how.seed),
+        "logistic": contest(logistic, FEATURES[settings.features](values), *draws) if narrow else None,
+        "loss": contest(cheapest, losses[:, None], *draws),
     }
 
 
-# Whom to ask
+# Which samples
 
 
 def members_of(rebuilt: Rebuilt, which: str) -> Ints:
-    """Return the numbers of the train samples that count as members: those of the clients, and a meta set that was
-    shared with them or that the server has learnt from."""
+    """Return the indices of the train samples that count as members: those of the clients, and a meta set that was
+    shared with them or that the server was trained on."""
     partition, order = rebuilt.partition, rebuilt.partition.order
     if which == "trained":
         client = np.repeat(np.arange(partition.clients), np.diff(partition.offsets))
@@ -191,7 +195,7 @@ def members_of(rebuilt: Rebuilt, which: str) -> Ints:
 
 
 def trained_clients(rebuilt: Rebuilt) -> list[int]:
-    """Return the clients that took part in at least one round, and were not left out of it."""
+    """Return the clients that took part in at least one round and were not dropped from it."""
     cfg, run = rebuilt.cfg, rebuilt.run
     dropped = {record["round"]: record.get("dropped_clients") or [] for record in run.records}
     cohorts = {
@@ -201,16 +205,16 @@ def trained_clients(rebuilt: Rebuilt) -> list[int]:
     return sorted({cid for number, cids in cohorts.items() for cid in cids if cid not in dropped.get(number, ())})
 
 
-def choose(members: Ints, rebuilt: Rebuilt, how: How) -> tuple[Ints, Ints]:
-    """Return as many members as test samples, drawn at random: their numbers, ascending."""
+def choose(members: Ints, rebuilt: Rebuilt, settings: AttackSettings) -> tuple[Ints, Ints]:
+    """Return the indices, ascending, of equally many members and test samples, drawn at random."""
     tests = rebuilt.data.tests
-    count = min(len(members), tests, how.samples)
+    count = min(len(members), tests, settings.samples)
     if count < 2:
         raise UserError(
             f"the run in '{rebuilt.run.folder}' has {len(members)} members and {tests} test samples; an attack needs "
-            "at least 2 of either, one to learn from and one to be judged by"
+            "at least 2 of each: one to fit on and one to score on"
         )
-    rng = attack_generator(how.seed, 0)
+    rng = attack_generator(settings.seed, 0)
     return np.sort(rng.choice(members, count, replace=False)), np.sort(rng.choice(tests, count, replace=False))
 
 
@@ -218,18 +222,18 @@ def choose(members: Ints, rebuilt: Rebuilt, how: How) -> tuple[Ints, Ints]:
 
 
 def rows(folder: Path, found: dict[str, Any], widths: Sequence[int]) -> str:
-    """Return a run as lines of the table, one per attacker."""
+    """Return the rows of a run in the table, one per attacker."""
     results = [f"{found[key]:.4f}" for key in ("train", "test", "gap")]
     lines = []
-    for part, behind, more in ((found, "", results), (found["control"] or {}, BEFORE, ["-"] * len(results))):
+    for part, suffix, more in ((found, "", results), (found["control"] or {}, BEFORE, ["-"] * len(results))):
         for name, verdict in ((found["features"], part.get("logistic")), ("loss", part.get("loss"))):
             if verdict is not None:
-                lines.append((str(folder), name + behind, *cells(verdict), *more))
+                lines.append((str(folder), name + suffix, *cells(verdict), *more))
     return "\n".join(align(lines, SIDES, widths))
 
 
 def cells(verdict: dict[str, Any]) -> list[str]:
-    """Return the cells of an attacker."""
+    """Return the cells of an attacker's scores."""
     low, high = verdict["interval"]
     deviation = "-" if verdict["deviation"] is None else f"{verdict['deviation']:.4f}"
     others = [f"{verdict[key]:.4f}" for key in ("auc", "advantage", "tpr_at_1_fpr")]

@@ -1,4 +1,4 @@
-"""`--evaluate membership`: the membership attack on a run that has just finished, as a measurement."""
+"""`--evaluate membership`: attack the run that has just finished, as a measurement."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ SHOWN = {"logistic": "the outputs", "loss": "the loss"}
 
 
 class Membership(Measure):
-    """How well the answers of the finished model, or its losses, tell what it was trained on."""
+    """The accuracy of membership inference by the outputs, or the losses, of the finished model."""
 
     def prepare(self, run: Run) -> None:
         if run.out is None:
@@ -19,10 +19,10 @@ class Membership(Measure):
             )
 
     def at_end(self, run: Run) -> Numbers | None:
-        """Attack on rank 0 while the others wait."""
+        """Run the attack on rank 0 while the others wait."""
         if run.comm.rank or run.out is None:
             return None
-        from .command import attack_run  # not earlier: only a finished run needs it
+        from .command import attack_run  # imported late: only a finished run needs it
 
         try:
             found = attack_run(run.out, given=run.given)

@@ -1,8 +1,7 @@
-"""A finished run's model and data once more, from nothing but its folder.
+"""Rebuild a finished run's model and data from its folder.
 
-The configuration tells the data, the split and the model; the weights are read by their names. Whether what comes out
-is what was trained is seen from what the run wrote down: the SHA-256 of the model's file, the partition, and the loss
-on the test set.
+The configuration names the data, the split and the model; the weights are read by name. The result is checked against
+what the run has recorded: the SHA-256 of the model file, the partition, and the loss on the test set.
 """
 
 from __future__ import annotations
@@ -32,20 +31,20 @@ from ...runs.schema import Damaged, Dealt, opened, read
 from ...seeds import torch_seed
 from ..runs import MOST_PARTITION, PARTITION, Run
 
-NEAR = 1e-3  # relative: another machine rounds otherwise
-AGAIN = "; train it again, or put back what it had"
+NEAR = 1e-3  # relative tolerance: rounding differs between machines
+AGAIN = "; train it again, or restore the original"
 
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """What a run has trained, and on what."""
+    """The trained model of a run, and its data."""
 
     run: Run
     cfg: Config
     model: nn.Module
-    """on its device, for answers and not for training"""
+    """on its device, in evaluation mode"""
     data: Data
-    """as the clients have them"""
+    """as the clients see them"""
     partition: Partition
     meta: Ints
     device: torch.device
@@ -56,14 +55,14 @@ class Rebuilt:
         return choose_tests(self.data.tests, self.cfg.eval.samples).numpy()
 
     def samples(self, numbers: Ints, test: bool) -> Iterator[Pair]:
-        """Yield train or test samples by their numbers, as the model takes them but not augmented, some at a time."""
+        """Yield batches of train or test samples by index, preprocessed for the model but not augmented."""
         feed = make_feed(self.data, self.device)
         blocks = list(torch.split(torch.from_numpy(numbers), self.cfg.eval.batch)) if len(numbers) else []
         return feed.test(blocks) if test else feed.plain(blocks)
 
 
 def finished(run: Run) -> Run:
-    """Return the run; raise a `UserError` if it is not done."""
+    """Return the run; raise a `UserError` if it is not finished."""
     if not run.finished:
         raise UserError(
             f"the run in '{run.folder}' is not finished: there is no {FINISHED}; wait for it, or start it again"
@@ -72,7 +71,7 @@ def finished(run: Run) -> Run:
 
 
 def config_of(run: Run, data_root: str | None) -> Config:
-    """Return the configuration of a run, with another data root where one is given."""
+    """Return the configuration of a run, with another data root if one is given."""
     try:
         cfg = from_values(run.config)
     except UserError as error:
@@ -81,7 +80,7 @@ def config_of(run: Run, data_root: str | None) -> Config:
 
 
 def rebuild(run: Run, cfg: Config, device: torch.device, given: Given) -> Rebuilt:
-    """Return the model that a run has trained, and its data; `given`: what was handed over to it in Python."""
+    """Return the trained model of a run, and its data; `given`: the objects that it was passed in Python."""
     check_names(run, cfg, given)
     weights = read_weights(run)
     data, partition, meta = load_data(cfg, given.data)
@@ -91,7 +90,7 @@ def rebuild(run: Run, cfg: Config, device: torch.device, given: Given) -> Rebuil
 
 
 def check_names(run: Run, cfg: Config, given: Given) -> None:
-    """Refuse a run whose data or model were objects of a Python program: the folder has no more than their names."""
+    """Refuse a run whose data or model were Python objects: the folder has only their names."""
     handed = []
     if given.data is None and ":" not in cfg.data and cfg.data not in DATASETS:
         handed.append(f"data ('{cfg.data}')")
@@ -99,37 +98,37 @@ def check_names(run: Run, cfg: Config, given: Given) -> None:
         handed.append(f"model ('{cfg.model}')")
     if handed:
         raise UserError(
-            f"the run in '{run.folder}' was handed its {' and its '.join(handed)} in Python, so it cannot be rebuilt "
-            "from its folder; train with names or import paths, or hand them over again: attack_run(folder, given=...)"
+            f"the run in '{run.folder}' got its {' and its '.join(handed)} as Python objects, so it cannot be rebuilt "
+            "from its folder; train with names or import paths, or pass them again: attack_run(folder, given=...)"
         )
 
 
 def read_weights(run: Run) -> dict[str, Tensor]:
-    """Return the tensors of a run's model by name; raise a `FileError` if they are not those that the run wrote."""
+    """Return the tensors of a run's model by name; raise a `FileError` if the file is not the one the run wrote."""
     path = run.folder / MODEL
     try:
-        with opened(path), safetensors.safe_open(path, "pt"):  # what is no model is not read in full
+        with opened(path), safetensors.safe_open(path, "pt"):  # check the header before the whole file is read
             pass
         if digest(path) != run.finished.get("model_sha256"):
-            raise FileError(f"'{path}' is not the file that the run has written: its SHA-256 is another{AGAIN}")
+            raise FileError(f"'{path}' is not the file that the run has written: its SHA-256 differs{AGAIN}")
         return safetensors.torch.load_file(path)
     except (OSError, SafetensorError, Damaged) as error:
         raise FileError(f"'{path}' cannot be read ({reason(error)}){AGAIN}") from None
 
 
 def check_partition(run: Run, data: Data, partition: Partition) -> None:
-    """Refuse data that deal otherwise to the clients than they did in the run."""
+    """Refuse data whose partition differs from that of the run."""
     labels = data.class_labels(needed=False)
     y, kinds = (np.zeros(data.samples, dtype=np.int64), 1) if labels is None else (labels, data.kinds)
     recorded = dict(read(run.folder / PARTITION, Dealt, MOST_PARTITION) or {})
     found = partition.manifest(y, kinds)
     if not recorded:
-        raise Damaged(run.folder / PARTITION, "does not say how the data were dealt out")
-    other = [name for name in found if name in recorded and recorded[name] != found[name]]
-    if other:
+        raise Damaged(run.folder / PARTITION, "does not describe the partition of the data")
+    differing = [name for name in found if name in recorded and recorded[name] != found[name]]
+    if differing:
         raise UserError(
-            f"the data '{data.name}' are not those of the run in '{run.folder}': its {PARTITION} has another "
-            f"{', '.join(other)}{AGAIN}"
+            f"the data '{data.name}' are not those of the run in '{run.folder}': its {PARTITION} differs in "
+            f"{', '.join(differing)}{AGAIN}"
         )
 
 
@@ -150,24 +149,25 @@ def trained_model(
 
 
 def new_model(cfg: Config, data: Data) -> nn.Module:
-    """Return the model with which the run began: torch draws as it did there."""
+    """Return the initial model of the run, drawn from the same seed."""
     name, offers = name_of(cfg, data), data.offers
     torch.manual_seed(torch_seed(cfg.seed, "model"))
     return make_model(name, find_model(name), offers, data.name)
 
 
 def name_of(cfg: Config, data: Data) -> str:
+    """Return the name of the model, by default the usual one for the data."""
     return cfg.model or USUAL[data.kind]
 
 
 def untrained(rebuilt: Rebuilt) -> Rebuilt:
-    """Return the same with the model as it was before the first round."""
+    """Return the same run with the model as it was before the first round."""
     cfg, data = rebuilt.cfg, rebuilt.data
     name, samples = name_of(cfg, data), few_samples(data)
     if ":" not in name and name not in MODELS:
         raise UserError(
-            f"the run in '{rebuilt.run.folder}' was handed its model ('{name}') in Python, and how that began is not "
-            "known; leave --control out"
+            f"the run in '{rebuilt.run.folder}' got its model ('{name}') as a Python object, whose initial weights are "
+            "not known; leave --control out"
         )
     model = new_model(cfg, data)
     try_model(model, name, data, samples, rebuilt.device)
@@ -175,11 +175,11 @@ def untrained(rebuilt: Rebuilt) -> Rebuilt:
 
 
 def check_score(rebuilt: Rebuilt, loss: float) -> None:
-    """Refuse a model whose mean loss on the scored test samples is not what the run has found: data or code are not
-    what they were."""
+    """Refuse a model whose mean loss on the scored test samples differs from the recorded one: data or code have
+    changed."""
     recorded = rebuilt.run.finished.get("test_loss")
     if isinstance(recorded, int | float) and not math.isclose(loss, recorded, rel_tol=NEAR, abs_tol=NEAR / 10):
         raise UserError(
-            f"the model of '{rebuilt.run.folder}' has a test loss of {loss:.6g} on '{rebuilt.data.name}', and had "
+            f"the model of '{rebuilt.run.folder}' has a test loss of {loss:.6g} on '{rebuilt.data.name}', but had "
             f"{recorded:.6g} when it was trained: the data or the model's code have changed{AGAIN}"
         )

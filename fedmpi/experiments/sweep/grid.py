@@ -96,7 +96,7 @@ class Point:
 
     @property
     def values(self) -> dict[str, Any]:
-        """Its settings as a tree, as in a configuration file."""
+        """Return its settings as a tree, as in a configuration file."""
         return nested(self.knobs | {"seed": self.seed})
 
 

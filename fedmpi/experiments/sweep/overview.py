@@ -133,7 +133,7 @@ def progress_of(row: Row) -> str:
 
 
 def lines_of(rows: Sequence[Row]) -> list[str]:
-    """Each run in one line, aligned."""
+    """Return one aligned line per run."""
     if not rows:
         return []
     if any(row.label for row in rows):

@@ -55,7 +55,7 @@ class SweepPlan:
 
     @property
     def left(self) -> list[Point]:
-        """The points that are neither finished nor given up."""
+        """Return the points that are neither finished nor given up."""
         return [point for point in self.points if not is_over(self.run(point))]
 
     @property

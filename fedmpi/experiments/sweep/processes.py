@@ -74,13 +74,13 @@ class EndedRun:
 
     @property
     def interrupted(self) -> bool:
-        """Whether it was signalled during its start, before it could save. A failure has left an error message."""
+        """Return whether it was signalled at its start, before it could save. A failure leaves an error message."""
         ours = self.signalled and not self.finished and not self.stopped
         return ours and not self.last_line.startswith("fedmpi: ")
 
     @property
     def may_restart(self) -> bool:
-        """Whether it failed and has made progress since its start."""
+        """Return whether it failed and has made progress since its start."""
         wanted = not (self.finished or self.stopped or self.why or self.signalled)
         return wanted and may_restart(self.code, wasted=0 if self.progressed else 1, limit=1)
 

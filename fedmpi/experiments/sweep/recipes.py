@@ -97,7 +97,7 @@ def ordered(found: dict[str, Path]) -> list[tuple[str, Path]]:
 
 
 def listing(found: list[Recipe]) -> str:
-    """The recipes in aligned lines under the names of their papers, single runs of no paper at the end."""
+    """Return the recipes as aligned lines under the names of their papers, single runs of no paper last."""
     lines = dict(zip(found, align([(r.name, count(r), r.about) for r in found], "lrl"), strict=True))
     blocks = []
     for paper in (*PAPERS.values(), ""):

@@ -116,13 +116,13 @@ class Run:
 
     @property
     def state(self) -> State:
-        """The state after the last round; there is none yet in `prepare`. Read it, do not write to it."""
+        """Return the state after the last round; there is none yet in `prepare`. Read it, do not write to it."""
         assert self.current is not None, "there is no state before the first round"
         return self.current
 
     @property
     def model(self) -> nn.Module:
-        """The model after the last round, in evaluation mode."""
+        """Return the model after the last round, in evaluation mode."""
         self.task.load(self.state.model_N, self.state.ints)
         return self.task.model.eval()
 

@@ -1,12 +1,12 @@
 """Other tools as sinks of a run's metrics: TensorBoard, Weights & Biases, MLflow.
 
-They get the numbers of metrics.jsonl, under the same names, with the round as their step; the two that know what a run
-is get its configuration too. None is imported before it is asked for. None connects to anything unless the user's own
-environment says so (WANDB_MODE, MLFLOW_TRACKING_URI): what they have is kept in the run folder, and the usage reports
-that both send by default, W&B even offline, are switched off.
+Sinks get the numbers of metrics.jsonl, under the same names, with the round as the step. W&B and MLflow also get the
+configuration. A tool is imported only on request. None connects to a server unless the user's environment says so
+(WANDB_MODE, MLFLOW_TRACKING_URI): by default they write to the run folder, and the usage reports that both send by
+default, W&B even offline, are disabled.
 
-A run that resumes is the same run there. Rounds that are trained again after a checkpoint are there already, with the
-same numbers, and are not written twice; rounds that a tool has missed are filled in from metrics.jsonl.
+A resumed run stays the same run in the tool. Rounds that are trained again after a checkpoint have the same numbers and
+are not written twice; rounds that a tool has missed are added from metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ log = logging.getLogger("fedmpi")
 
 SINKS: dict[str, Callable[[About], Tool]] = {"tensorboard": TensorBoard, "wandb": Wandb, "mlflow": Mlflow}
 NEEDS = {"wandb": ("wandb",), "mlflow": ("mlflow", "sqlalchemy", "alembic")}
-"""the packages that only these need; each sink is an extra of the same name in setup.py"""
+"""packages that only these sinks need; each sink is an extra of the same name in setup.py"""
 
 
 def need(name: str) -> None:
-    """Refuse a sink whose packages are not installed; look for them without importing them."""
+    """Check that the packages of a sink are installed, without importing them."""
     for package in NEEDS.get(name, ()):
         try:
             spec = importlib.util.find_spec(package)
         except (ImportError, ValueError) as error:
             raise missing(name, package, reason(error)) from error
-        if spec is None or spec.origin is None:  # nowhere, or no more than a folder of that name
+        if spec is None or spec.origin is None:  # not found, or just a folder of that name
             raise missing(name, package, f"No module named '{package}'")
 
 
@@ -54,9 +54,9 @@ class Guarded:
         except UserError:
             raise
         except Exception as error:
-            if not about.done:  # somebody is there to fix it
+            if not about.done:  # at the first start the user can still fix it
                 why = in_words(error)
-                raise UserError(f"--log_to {name} cannot begin ({why}); fix that, or leave it out") from error
+                raise UserError(f"--log_to {name} cannot start ({why}); fix that, or leave it out") from error
             self.lose(error)
         for record in about.records:
             self.write(record)
@@ -80,7 +80,7 @@ class Guarded:
         self.attempt(lambda sink: sink.close(how))
 
     def attempt(self, work: Callable[[Tool], None]) -> None:
-        """Let the sink do something, if it has not failed."""
+        """Call the sink, unless it has failed before."""
         try:
             if self.sink is not None:
                 work(self.sink)
@@ -88,13 +88,13 @@ class Guarded:
             self.lose(error)
 
     def lose(self, error: Exception) -> None:
-        """Continue without it."""
+        """Log a warning and continue without the sink."""
         self.sink = None
-        log.warning("--log_to %s fails (%s); going on without it", self.name, in_words(error))
+        log.warning("--log_to %s failed (%s); continuing without it", self.name, in_words(error))
 
 
 def in_words(error: BaseException) -> str:
-    """Return what went wrong in somebody else's code: the first cause and its kind."""
+    """Return the root cause of an error in a tool's code: type and message."""
     while cause := error.__cause__ or error.__context__:
         error = cause
     what = reason(error) if isinstance(error, OSError) else one_line(error)

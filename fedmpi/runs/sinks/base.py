@@ -1,4 +1,4 @@
-"""What sinks have in common: what they get, what they must do, and who a run is in a tool that knows runs."""
+"""The interface of sinks, what they know of the run, and the identity of a run in a tool that has runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...errors import UserError, reason
 from ..config import FREE
 from ..folder import append, read_json, write
 
-ID = "fedmpi.json"  # in a tool's folder: who the run is there
+ID = "fedmpi.json"  # in a tool's folder: the id of the run in the tool
 MARKS = "rounds.txt"  # in a tool's folder: an id and a round per line; the last line counts
 
 
@@ -39,43 +39,43 @@ class About:
 
     @property
     def tags(self) -> dict[str, str]:
-        """Return what runs are searched by."""
+        """Return the tags to search runs by."""
         asked = {name: str(self.config[name]) for name in ("algorithm", "mask", "data", "seed") if name in self.config}
         return asked | {"fedmpi": __version__}
 
 
 class Logged:
-    """The last round that a tool has."""
+    """The last round that a tool has logged."""
 
     last = 0
 
     def mark(self, round: int) -> None:
-        """Remember that the tool has the rounds up to this one."""
+        """Record that the tool has the rounds up to this one."""
         self.last = round
 
 
 class LoggedRun(Logged):
-    """Who a run is in a tool that knows runs, and the last round that it has there, in files of the tool's folder.
+    """The id of a run in a tool, and the last round logged there; both are kept in files of the tool's folder.
 
-    The id stays, unless rounds that the tool has will be trained again with other knobs."""
+    The id stays the same, unless rounds that the tool already has will be trained again with other knobs."""
 
     def __init__(self, home: Path, about: About) -> None:
         home.mkdir(mode=0o700, exist_ok=True)
         self.marks = home / MARKS
         trained = {name: value for name, value in about.config.items() if not name.startswith((*FREE, "rounds"))}
         knobs = hashlib.sha256(json.dumps(trained, sort_keys=True).encode()).hexdigest()
-        there = read_json(home / ID)
-        self.id = str(there.get("id", ""))
+        saved = read_json(home / ID)
+        self.id = str(saved.get("id", ""))
         last = self.marked(otherwise=about.done)
-        self.new = not self.id.isalnum() or (there.get("knobs") != knobs and last > about.done)
-        """whether the tool has to begin another run"""
+        self.new = not self.id.isalnum() or (saved.get("knobs") != knobs and last > about.done)
+        """whether the tool has to start a new run"""
         if self.new:
             self.id, last = secrets.token_hex(8), 0
         write(home / ID, json.dumps({"id": self.id, "knobs": knobs}) + "\n")
         self.mark(last)
 
     def marked(self, otherwise: int) -> int:
-        """Return the last round that was marked, 0 if none was; `otherwise` where no version with marks has written."""
+        """Return the last marked round, 0 if there is none; `otherwise` without a file of marks (older versions)."""
         if not self.marks.exists():
             return otherwise
         words = self.marks.read_text(encoding="utf-8", errors="replace").split("\n")[-2:-1]
@@ -88,26 +88,26 @@ class LoggedRun(Logged):
 
 
 class Sink(Protocol):
-    """Somewhere that takes a round's metrics."""
+    """A destination for the metrics of each round."""
 
     def write(self, record: dict[str, Any]) -> None: ...
 
     def end(self, record: dict[str, Any], more: dict[str, Any]) -> None:
-        """Take what was measured at the end of the run, in the last round's record; `more` is new in it."""
+        """Add the measurements at the end of the run, `more`, to the last round, whose record is now `record`."""
 
     def close(self, how: str) -> None:
-        """End the run, or this start of it; `how` is finished, stopped or failed."""
+        """Close the run, or this start of it; `how` is finished, stopped or failed."""
 
 
 class Tool(Sink, Protocol):
-    """A sink that may have rounds of earlier starts."""
+    """A sink that may already have rounds of earlier starts."""
 
     @property
     def logged(self) -> Logged: ...
 
 
 def scalars(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the numbers in a record by name; nested ones have a slash in their names."""
+    """Yield the numbers in a record by name; names of nested ones are joined by a slash."""
     for name, value in record.items():
         if isinstance(value, Mapping):
             yield from scalars(value, f"{prefix}{name}/")
@@ -116,7 +116,7 @@ def scalars(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def imported(sink: str, module: str) -> Any:
-    """Import a module that a sink needs."""
+    """Import a module that a sink needs, and return it."""
     try:
         return importlib.import_module(module)
     except Exception as error:  # whatever a damaged installation raises
@@ -124,7 +124,7 @@ def imported(sink: str, module: str) -> Any:
 
 
 def missing(sink: str, package: str, why: str) -> UserError:
-    """Return the error for a package that a sink needs."""
+    """Return the error for a missing package of a sink."""
     return UserError(
         f"--log_to {sink} needs the package {package}, which cannot be imported ({why}); pip install 'fedmpi[{sink}]', "
         "or leave it out"

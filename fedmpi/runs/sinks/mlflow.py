@@ -1,6 +1,6 @@
-"""MLflow: a SQLite file in `mlflow/` of the run folder; or the store that MLFLOW_TRACKING_URI names.
+"""MLflow: a SQLite file in `mlflow/` of the run folder, or the store that MLFLOW_TRACKING_URI names.
 
-MLflow allows one value for a param, ever: it keeps the first one of a knob that changes when a run resumes.
+MLflow does not allow a param to change: if a knob changes when a run resumes, its first value stays.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from .base import About, LoggedRun, imported, scalars
 
 STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 QUIET = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_LOGGING_LEVEL": "CRITICAL"}
-QUIET |= {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}  # a round waits for it
-"""set unless the user has set them; what MLflow would log as an error is raised as well"""
-PARAMS, METRICS, LONGEST = 100, 1000, 6000  # at once, at once, characters: its limits
+QUIET |= {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}  # a round waits for each
+"""environment variables, unless already set; MLflow raises the errors that it would log"""
+PARAMS, METRICS, LONGEST = 100, 1000, 6000  # MLflow's limits: params and metrics per request, characters per param
 
 T = TypeVar("T")
 
@@ -50,21 +50,21 @@ class Mlflow:
             self.client.log_batch(self.run, params=some)
 
     def experiment(self, artifacts: str | None) -> str:
-        """Return the experiment to which the run belongs; make it if there is none."""
+        """Return the id of the run's experiment; create it if there is none."""
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "fedmpi"
         found = self.client.get_experiment_by_name(name)
         if found is None:
             try:
                 self.client.create_experiment(name, artifact_location=artifacts)
             except Exception:
-                if self.client.get_experiment_by_name(name) is None:  # else another run was quicker
+                if self.client.get_experiment_by_name(name) is None:  # else another run has just created it
                     raise
             found = self.client.get_experiment_by_name(name)
         id: str = found.experiment_id
         return id
 
     def find(self, experiment: str) -> Any:
-        """Return the run that was begun under our id, or None."""
+        """Return the run with our id; None if there is none."""
         wanted = f"tags.`fedmpi.id` = '{self.logged.id}'"
         found = self.client.search_runs([experiment], wanted, max_results=1)
         return found[0] if found else None
@@ -76,7 +76,7 @@ class Mlflow:
         self.add(more, record["round"])
 
     def add(self, numbers: dict[str, Any], step: int) -> None:
-        """Write numbers at a step."""
+        """Log numbers at a step."""
         now = int(1000 * time.time())
         metrics = [self.kinds.Metric(allowed(name), float(value), now, step) for name, value in scalars(numbers)]
         for some in slices(metrics, METRICS):
@@ -87,19 +87,19 @@ class Mlflow:
 
 
 def address(path: Path) -> str:
-    """Return a SQLite file's address."""
+    """Return the URI of a SQLite file."""
     if "?" in str(path.resolve()):
-        raise UserError(f"--log_to mlflow: its store cannot lie in {path.parent}, '?' ends a path there; change --out")
+        raise UserError(f"--log_to mlflow: its store cannot be in {path.parent}: '?' ends a URI's path; change --out")
     return f"sqlite:///{path.resolve()}"
 
 
 def allowed(name: str) -> str:
-    """Return a metric's name without what MLflow does not allow: layers may be called anything."""
+    """Return a metric's name without characters that MLflow does not allow: layers can have any name."""
     return re.sub(r"[^\w .:/-]", "_", name)[:250]
 
 
 def in_words(value: Any) -> str:
-    """Return a knob as a param: a string as it is, anything else as JSON."""
+    """Return a knob's value as a param: strings as they are, others as JSON."""
     return value if isinstance(value, str) else json.dumps(value)
 
 

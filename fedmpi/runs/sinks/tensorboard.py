@@ -13,18 +13,18 @@ from .base import About, Logged, imported, scalars
 
 
 class TensorBoard:
-    """Every number as a scalar. A start begins with all rounds before it, which hides what earlier starts have written:
-    nobody knows which of those rounds are whole.
+    """A sink that writes every number as a scalar. Each start writes all previous rounds again, which hides what
+    earlier starts have written, because rounds there may be incomplete.
 
-    The events are written here and not by the SummaryWriter of torch: its thread prints a traceback when the folder is
-    gone, and every round is flushed anyway."""
+    Events are not written by torch's SummaryWriter: its thread prints a traceback if the folder is gone, and every
+    round is flushed anyway."""
 
     def __init__(self, about: About) -> None:
         self.folder, self.logged = about.folder / "tensorboard", Logged()
 
     @cached_property
     def events(self) -> Events:
-        """Make the writer when it is first used: importing it takes time, and nothing needs it before a round."""
+        """Return the writer. It is made at the first round, because its import takes time."""
         return Events(self.folder)
 
     def write(self, record: dict[str, Any]) -> None:
@@ -34,7 +34,7 @@ class TensorBoard:
         self.add(more, record["round"])
 
     def add(self, numbers: dict[str, Any], step: int) -> None:
-        """Write numbers at a step."""
+        """Log numbers at a step."""
         try:
             self.events.add(dict(scalars(numbers)), step)
         except OSError:
@@ -47,7 +47,7 @@ class TensorBoard:
 
 
 class Events:
-    """One file of events, which begins with the event that makes all rounds in older files void."""
+    """An event file. Its first event invalidates all rounds in older files."""
 
     def __init__(self, folder: Path) -> None:
         self.proto = imported("tensorboard", "tensorboard.compat.proto.event_pb2")
@@ -64,7 +64,7 @@ class Events:
 
     def add(self, numbers: dict[str, float], step: int) -> None:
         """Write a round's numbers."""
-        os.stat(self.path)  # a folder that somebody removed would go unnoticed
+        os.stat(self.path)  # raises if the folder was removed, which writing would not notice
         values = [self.summary.Summary.Value(tag=tag, simple_value=number) for tag, number in numbers.items()]
         self.put(step=step, summary=self.summary.Summary(value=values))
 

@@ -1,7 +1,7 @@
-"""Weights & Biases: offline files in `wandb/` of the run folder, for `wandb sync`; or as WANDB_MODE says.
+"""Weights & Biases: offline files in `wandb/` of the run folder, for `wandb sync`, or as WANDB_MODE says.
 
-Every start of a run writes a file of its own, all under one id, and `wandb sync` uploads them one after another. W&B
-writes its file once per second: a killed run may lack its last rounds there.
+Each start of a run writes its own file, all under one id, and `wandb sync` uploads them one by one. W&B writes its file
+once per second, so a killed run may lack its last rounds there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Wandb:
     """A run of W&B."""
 
     def __init__(self, about: About) -> None:
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # it reports its errors and its use even offline
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # W&B reports errors and usage even offline
         self.wandb = imported("wandb", "wandb")
         self.logged = LoggedRun(about.folder / "wandb", about)
         self.run = self.wandb.init(
@@ -29,7 +29,7 @@ class Wandb:
             name=about.name,
             id=self.logged.id,
             resume="allow",
-            reinit="create_new",  # a run of the caller's own is left alone
+            reinit="create_new",  # do not touch a run of the caller
             config=dict(about.config),
             allow_val_change=True,
             tags=[f"{name}:{value}"[:64] for name, value in about.tags.items()],
@@ -39,7 +39,7 @@ class Wandb:
     def write(self, record: dict[str, Any]) -> None:
         try:
             self.run.log(dict(scalars(record)), step=record["round"], commit=True)
-        except ConnectionError:  # its process is gone: forget it, or there are complaints when Python exits
+        except ConnectionError:  # W&B's process is gone: detach, or it prints errors at exit
             with suppress(ConnectionError):
                 self.wandb.teardown()
             raise
@@ -49,13 +49,13 @@ class Wandb:
 
     def close(self, how: str) -> None:
         if how == "stopped":
-            self.run.mark_preempting()  # it will resume
+            self.run.mark_preempting()  # the run will resume
         self.run.finish(exit_code=CODES[how])
 
 
 def settings(wandb: Any, mode: str) -> Any:
-    """Return W&B's settings: keep what is logged, and look neither at the screen nor at the machine. Those with an x in
-    front come and go between versions: give the ones that this version has."""
+    """Return W&B's settings: record only what is logged, not the console or the machine. Settings that begin with x_
+    differ between versions: only those of the installed version are set."""
     wanted = {"mode": mode, "silent": mode == "offline", "console": "off", "disable_git": True}
     wanted |= dict.fromkeys(("x_disable_stats", "x_disable_meta", "x_disable_machine_info"), True)
     wanted |= {"x_save_requirements": False, "x_transaction_log_flush_interval": 1.0}
