@@ -41,7 +41,7 @@ from ..plugins.knobs import knob
 from ..plugins.torchvision import torchvision_build, torchvision_trouble
 from ..runs.log import set_up
 from ..runs.options import flag, read_options
-from ..runs.text import amount
+from ..runs.text import amount, plural
 from .data import state_of
 
 ABOUT = """Check this machine (torch, devices, threads, MPI, Slurm, data, disk, shared memory) and the connection
@@ -234,7 +234,7 @@ def devices(place: Place, options: DoctorOptions) -> Iterator[Finding]:
     """Check the device of this rank."""
     seen = torch.cuda.device_count()
     chosen = choose_device(place, options.device, seen)
-    found = f"{count(seen, 'CUDA device')}, {torch.cuda.get_device_name(0)}" if seen else "no CUDA device"
+    found = f"{plural(seen, 'CUDA device')}, {torch.cuda.get_device_name(0)}" if seen else "no CUDA device"
     if place.local_size > seen > 1 and chosen != "cpu":
         fix = "start as many ranks per node as it has devices: NCCL refuses two ranks on one"
         yield Finding(WARN, "devices", f"{place.local_size} ranks of this node share {found}", fix)
@@ -250,7 +250,7 @@ def threads(place: Place, options: DoctorOptions) -> Iterator[Finding]:
     cores = available_cores()
     each = threads_per_rank(place, options.threads, cores)
     torch.set_num_threads(each)
-    text = f"{count(cores, 'core')} for {count(place.local_size, 'rank')} of this node, {count(each, 'thread')} each"
+    text = f"{plural(cores, 'core')} for {plural(place.local_size, 'rank')} of this node, {plural(each, 'thread')} each"
     omp = os.environ.get("OMP_NUM_THREADS")
     by_torchrun = omp == "1" and "TORCHELASTIC_RUN_ID" in os.environ  # torchrun's own default
     if place.cores is None and each * place.local_size > cores:
@@ -469,10 +469,6 @@ def ask(command: Sequence[str], seconds: float) -> subprocess.CompletedProcess[s
 def last_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else ""
-
-
-def count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 # The connection between ranks

@@ -49,6 +49,7 @@ from .measures import Run as Measured
 from .metrics import Record, finite, history, with_last
 from .schema import Finished, read
 from .stop import Stop, Stopped, in_words
+from .text import plural
 from .trial import try_rule
 
 warnings = logging.getLogger("fedmpi")
@@ -423,11 +424,12 @@ def scheduled(schedule: str) -> str:
 def header(prepared: Prepared, task: Task, comm: Comm) -> str:
     """Return a description of the run in three lines."""
     cfg = prepared.cfg
-    held = f"; {cfg.meta.size} samples held out" if cfg.meta.size else ""
-    uses = [f"meta step lr {cfg.meta.lr:g}"] * bool(cfg.meta.lr) + ["a copy for every client"] * bool(cfg.meta.share)
-    held += f" ({', '.join(uses) or 'not used'})" if cfg.meta.size else ""
-    threads = torch.get_num_threads()
-    ranks = f"{comm.size} rank{'s' * (comm.size > 1)} ({comm.name}), {threads} thread{'s' * (threads > 1)} each"
+    held = ""
+    if cfg.meta.size:
+        uses = [f"meta step lr {cfg.meta.lr:g}"] if cfg.meta.lr else []
+        uses += ["a copy for every client"] if cfg.meta.share else []
+        held = f"; {cfg.meta.size} samples held out ({', '.join(uses) or 'not used'})"
+    ranks = f"{plural(comm.size, 'rank')} ({comm.name}), {plural(torch.get_num_threads(), 'thread')} each"
     made = isinstance(prepared.given.algorithm, Algorithm)
     step = replace(cfg.step, together=min(cfg.step.together, cfg.cohort))
     return (
@@ -451,7 +453,8 @@ def rules(cfg: Config) -> str:
 
 def describe_step(step: Step, by_hand: bool = False) -> str:
     """Return a description of the execution mode."""
-    words = [step.layout, step.precision] + ["gradient by hand"] * by_hand
+    words = [step.layout, step.precision]
+    words += ["gradient by hand"] if by_hand else []
     words += [f"compiled ({step.compile})"] if step.compile != "none" else []
     words += [f"{step.together} clients at once"] if step.together > 1 else []
     return ", ".join(words)

@@ -1,4 +1,4 @@
-"""Tables, bytes and durations as text, for people to read."""
+"""Tables, counts, bytes and durations as text, for people to read."""
 
 from __future__ import annotations
 
@@ -24,6 +24,11 @@ def align(rows: Sequence[Sequence[str]], sides: str = "l", widths: Sequence[int]
     if rule:
         lines.insert(1, "-" * max(map(len, lines)))
     return lines
+
+
+def plural(count: int, what: str) -> str:
+    """Return a number of things: 1 rank, 2 ranks."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def amount(count: float) -> str:

@@ -19,6 +19,8 @@ import fedmpi
 from fedmpi.algorithms import ALGORITHMS, KEYWORDS, Row
 from fedmpi.commands import main
 from fedmpi.errors import UserError
+from fedmpi.experiments.sweep.grid import points
+from fedmpi.experiments.sweep.sweepfile import changed, read_sweep
 from fedmpi.knobs import MaskKnobs, ServerKnobs
 from fedmpi.local import LocalKnobs, make_local
 from fedmpi.plugins.knobs import knob, options
@@ -268,3 +270,20 @@ def test_an_old_row_and_a_new_one_are_the_same() -> None:
     with pytest.raises(UserError, match="unknown default in the row of algorithm 'own' 'local.mu'"):
         resolve(Config(algorithm="own"), Row("prox", "sgd", {"local.mu": 0.1}))
     assert all(set(row.defaults) <= set(KEYWORDS.values()) for row in ALGORITHMS.values())
+
+
+# In a sweep
+
+
+def test_a_sweep_sets_the_knobs_of_the_plug_ins_that_it_names(tmp_path: Path) -> None:
+    file = tmp_path / "damped.yaml"
+    file.write_text("base: {local.rule: 'own:damped'}\ngrid: {local.damping: [0.2, 0.7]}\nseeds: 1\n")
+    sweep = changed(read_sweep(str(file)), ["local.times=2"])
+    local = [from_values(point.values).local for point in points(sweep)]
+    assert [(vars(one)["damping"], vars(one)["times"]) for one in local] == [(0.2, 2), (0.7, 2)]
+    file.write_text("base: {local.rule: 'own:damped'}\ngrid: {local.dampin: [0.2]}\nseeds: 1\n")
+    with pytest.raises(UserError, match=r"unknown option 'local.dampin' in grid .*did you mean 'local.damping'\?"):
+        read_sweep(str(file))
+    file.write_text("grid: {local.damping: [0.2]}\nseeds: 1\n")
+    with pytest.raises(UserError, match="unknown option 'local.damping'"):
+        read_sweep(str(file))

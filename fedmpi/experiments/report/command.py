@@ -23,6 +23,7 @@ from ...plugins.knobs import knob
 from ...runs.folder import STARTS, read_json
 from ...runs.options import positional, read_options, several
 from ...runs.schema import WHOLE, Environment, Start, fault, read, records
+from ...runs.text import plural
 from ..runs import SWEEP, Group, Run, find_runs, group, pairing, read_sweep_record
 from ..sweep.pick import CHOSEN
 from ..tables import FORMS
@@ -253,7 +254,3 @@ def dates(runs: Sequence[Run]) -> str:
     sound = [time for time in times if isinstance(time, int | float) and 0 < time < 1e11]
     days = sorted(datetime.fromtimestamp(time, timezone.utc).date().isoformat() for time in sound)
     return " to ".join(dict.fromkeys([days[0], days[-1]])) if days else ""
-
-
-def plural(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"

@@ -16,13 +16,14 @@ import yaml
 
 from ...errors import UserError
 from ...plugins.knobs import knobs
+from ...runs import extend
 from ...runs.config import Config
 
 Knobs = dict[str, Any]
 """values by the dotted names of their knobs"""
 
 KNOWN = knobs(Config())
-GROUPS = {name for name, value in KNOWN.items() if is_dataclass(value)}
+GROUPS = {name for name, value in KNOWN.items() if is_dataclass(value)} | set(extend.GROUPS)
 MOST_RUNS = 100_000
 NAME = 200  # characters of a run folder's name; file systems allow 255
 

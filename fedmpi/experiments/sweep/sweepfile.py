@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,9 @@ from typing import Any
 import yaml
 
 from ...errors import UserError, nearest, unknown
+from ...plugins.knobs import knobs
 from ...runs.config import Config, renamed
+from ...runs.extend import KINDS, config_for
 from ...runs.options import check_keys, find_file, is_sweep, read_yaml, recipes, unknown_option
 from ..measures import measure
 from .grid import GROUPS, KNOWN, Choose, Knobs, Point, Stop, Sweep, Where, flat, label_of, points
@@ -44,15 +46,16 @@ def read_sweep(name: str) -> Sweep:
             near = nearest(str(key), KEYS)
             hint = f"did you mean '{near}'?" if near else f"known: {', '.join(KEYS)}"
             raise UserError(f"unknown part '{key}' in {where}; {hint}")
-    axes = read_axes(tree, where)
-    base, fixed = read_base(tree.get("base") or {}, where)
+    known = known_knobs(tree)
+    axes = read_axes(tree, where, known)
+    base, fixed = read_base(tree.get("base") or {}, where, known)
     sweep = Sweep(
         name=path.stem,
         about=read_line(tree.get("about", ""), f"about in {where}"),
         base=base,
         fixed=fixed,
         axes=axes,
-        where=tuple(read_where(one, axes, where) for one in as_list(tree.get("where"), "where", where)),
+        where=tuple(read_where(one, axes, where, known) for one in as_list(tree.get("where"), "where", where)),
         seeds=read_seeds(tree.get("seeds", 1), where),
         choose=read_record(Choose, tree.get("choose"), "choose", where),
         stop=read_record(Stop, tree.get("stop"), "stop", where),
@@ -75,7 +78,27 @@ def find_sweep(name: str) -> Path:
     raise UserError(f"'{name}' is neither a file nor a recipe; {hint}")
 
 
-def read_base(tree: Any, where: str) -> tuple[Knobs, Knobs]:
+def known_knobs(tree: Any) -> dict[str, Any]:
+    """Return the knobs that a sweep may set: the built-in ones, and those of the plug-ins that it names anywhere."""
+    known = dict(KNOWN)
+    for option, name in plugins_in(tree):
+        known |= knobs(config_for({option: name})())
+    return known
+
+
+def plugins_in(tree: Any, option: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the options in a sweep file that name a plug-in, with its import path."""
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from plugins_in(value, f"{option}.{key}" if option in ("local", "server") else str(key))
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            yield from plugins_in(value, option)
+    elif option in ("algorithm", *KINDS) and ":" in str(tree):
+        yield option, str(tree)
+
+
+def read_base(tree: Any, where: str, known: Mapping[str, Any]) -> tuple[Knobs, Knobs]:
     """Return the settings of all runs: those of the `config` file, then its own. Also return the algorithm of that file
     and the rules that it sets for it, as the config.yaml of a run does."""
     if not isinstance(tree, dict):
@@ -88,15 +111,16 @@ def read_base(tree: Any, where: str) -> tuple[Knobs, Knobs]:
         file = find_file(str(tree["config"]))
         tree = renamed(yaml.safe_load(file.read_text(encoding="utf-8")))
         start = {k: v for k, v in flat(tree).items() if k not in OURS}
-    own = read_knobs(rest, f"base in {where}")
+        known = {**known, **known_knobs(start)}
+    own = read_knobs(rest, f"base in {where}", known)
     fixed = {rule: start[rule] for rule in ("local.rule", "server.rule") if start.get(rule) and rule not in own}
     return start | own, {"algorithm": start.get("algorithm", Config.algorithm)} | fixed if fixed else {}
 
 
-def read_knobs(tree: Any, where: str) -> Knobs:
+def read_knobs(tree: Any, where: str, known: Mapping[str, Any]) -> Knobs:
     """Return settings by dotted names; refuse unknown ones and those that the sweep sets itself."""
     tree = {} if tree is None else renamed(tree)
-    check_keys(where, tree, KNOWN)
+    check_keys(where, tree, dict(known))
     found = flat(tree)
     ours = next((name for name in found if name in OURS), None)
     if ours is not None:
@@ -105,19 +129,21 @@ def read_knobs(tree: Any, where: str) -> Knobs:
     return found
 
 
-def read_axes(tree: Mapping[str, Any], where: str) -> dict[str, dict[str, Knobs]]:
+def read_axes(tree: Mapping[str, Any], where: str, known: Mapping[str, Any]) -> dict[str, dict[str, Knobs]]:
     """Return all axes in order: axis -> label -> settings."""
     axes: dict[str, dict[str, Knobs]] = {}
     for axis, variants in as_dict(tree.get("variants"), "variants", where).items():
         labels = as_dict(variants, f"variants.{axis}", where)
-        found = {label_of(k): read_knobs(v, f"variants.{axis}.{label_of(k)} in {where}") for k, v in labels.items()}
-        axes[str(axis)] = found
+        axes[str(axis)] = {
+            label_of(label): read_knobs(settings, f"variants.{axis}.{label_of(label)} in {where}", known)
+            for label, settings in labels.items()
+        }
     for name, values in as_dict(tree.get("grid"), "grid", where).items():
-        if name not in KNOWN or name in GROUPS:
-            raise UserError(unknown_option(str(name), set(KNOWN) - GROUPS, where=f" in grid in {where}"))
+        if name not in known or name in GROUPS:
+            raise UserError(unknown_option(str(name), set(known) - GROUPS, where=f" in grid in {where}"))
         if name in axes:
             raise UserError(f"'{name}' is an axis of both variants and grid in {where}; give one of them another name")
-        read_knobs({name: None}, f"grid in {where}")
+        read_knobs({name: None}, f"grid in {where}", known)
         numbers = [as_number(value) for value in as_list(values, f"grid.{name}", where)]
         axes[name] = {label_of(value): {name: value} for value in numbers}
         if len(axes[name]) < len(numbers):
@@ -130,7 +156,7 @@ def read_axes(tree: Mapping[str, Any], where: str) -> dict[str, dict[str, Knobs]
     return axes
 
 
-def read_where(tree: Any, axes: dict[str, dict[str, Knobs]], where: str) -> Where:
+def read_where(tree: Any, axes: dict[str, dict[str, Knobs]], where: str, known: Mapping[str, Any]) -> Where:
     """Return one exception: its labels and its settings."""
     if not isinstance(tree, dict) or set(tree) != {"if", "set"}:
         valid = "{if: {axis: label}, set: {knob: value}}"
@@ -142,7 +168,7 @@ def read_where(tree: Any, axes: dict[str, dict[str, Knobs]], where: str) -> Wher
         labels[axis] = frozenset(map(label_of, wanted if isinstance(wanted, list) else [wanted]))
         for label in labels[axis] - axes[axis].keys():
             raise unknown(f"label of '{axis}' in 'where' of {where}", label, axes[axis])
-    given = read_knobs(tree["set"], f"where in {where}")
+    given = read_knobs(tree["set"], f"where in {where}", known)
     for name in given:
         if any(set(knobs) == {name} for knobs in axes.get(name, {}).values()):
             raise UserError(f"where in {where} sets '{name}', an axis of grid: its labels would be wrong")
@@ -307,6 +333,7 @@ def changed(sweep: Sweep, settings: Iterable[str]) -> Sweep:
     """Return the sweep with the settings of --set for all its runs, each given as knob=value; they override the
     file."""
     given: Knobs = {}
+    known = known_knobs([sweep.base, sweep.axes])
     for text in settings:
         name, equals, value = text.partition("=")
         if not equals:
@@ -319,5 +346,5 @@ def changed(sweep: Sweep, settings: Iterable[str]) -> Sweep:
             parsed = value
         except (ValueError, RecursionError):  # a number of thousands of digits, brackets in brackets
             raise UserError(f"--set {name} cannot be read; give a plain value") from None
-        given |= read_knobs({name: parsed}, "--set")
+        given |= read_knobs({name: parsed}, "--set", known)
     return replace(sweep, where=(*sweep.where, Where({}, given))) if given else sweep
