@@ -39,7 +39,7 @@ The runs are in $out/mean and $out/gma. Next steps, in $root:
   source .venv/bin/activate                       # then 'fedmpi' is a command
   fedmpi compare $out/*             # the table again
   fedmpi report $out --out report   # curves and tables: open report/index.html
-  fedmpi train --data glyphs --rounds 50          # a run of your own; 'fedmpi help train' lists every option
+  fedmpi train --data glyphs --rounds 50          # a run of your own; 'fedmpi help train' shows the options
   fedmpi doctor                                   # check this machine's installation
   bash launch/test.sh                             # all tests; installs their dependencies
 
