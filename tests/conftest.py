@@ -12,6 +12,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
+from run_folders import COUNTERS, make_run
 
 REPO = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
@@ -92,3 +93,20 @@ def gloo(tmp_path: Path) -> Callable[..., None]:
         torch.multiprocessing.spawn(_gloo_rank, (size, meeting, timeout, work, args), nprocs=size)
 
     return run
+
+
+@pytest.fixture
+def no_launch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Hide the launcher's counters of restarts from a test, and what `sandbox` hides."""
+    from shell import sandbox  # not earlier: it imports the whole package into every spawned rank
+
+    for name in COUNTERS:
+        monkeypatch.delenv(name, raising=False)
+    with sandbox():
+        yield
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The folder of a job's run in which nothing has happened yet."""
+    return make_run(tmp_path / "run")

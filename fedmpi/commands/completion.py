@@ -10,7 +10,8 @@ import contextlib
 import io
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
 
 from ..errors import UserError, unknown
 from ..runs.options import positional, read_options
@@ -110,15 +111,18 @@ def options_in_help(*command: str) -> list[str]:
 
 def tables() -> dict[str, Iterable[str]]:
     """Return the names that an option takes, by option."""
-    from ..aggregate.sums import SUMS
+    from ..aggregate.sums import SUMS, WIRES
     from ..algorithms import ALGORITHMS
+    from ..comm.transports import TRANSPORTS
     from ..data import DATASETS, SPLITS
     from ..local import RULES as LOCAL_RULES
     from ..masks import MASKS
     from ..models import MODELS
+    from ..runs.config import Config
+    from ..runs.sinks import SINKS
     from ..server import RULES as SERVER_RULES
 
-    return {
+    return choices(Config()) | {
         "--algorithm": ALGORITHMS,
         "--mask": MASKS,
         "--data": DATASETS,
@@ -127,13 +131,24 @@ def tables() -> dict[str, Iterable[str]]:
         "--local.rule": LOCAL_RULES,
         "--server.rule": SERVER_RULES,
         "--sum": SUMS,
-        "--wire": ("float32", "bf16"),
-        "--comm": ("auto", "torch", "mpi"),
+        "--wire": WIRES,
+        "--comm": TRANSPORTS,
         "--device": ("auto", "cpu", "cuda"),
-        "--resume": ("auto", "never", "force"),
         "--config": recipe_names(),
-        "--log_to": ("tensorboard", "wandb", "mlflow", "none"),
+        "--log_to": (*SINKS, "none"),
     }
+
+
+def choices(part: Any, prefix: str = "--") -> dict[str, Iterable[str]]:
+    """Return the words that options of a dataclass, and of those inside it, are chosen from."""
+    found: dict[str, Iterable[str]] = {}
+    for f in fields(part):
+        value = getattr(part, f.name)
+        if is_dataclass(value):
+            found |= choices(value, f"{prefix}{f.name}.")
+        elif f.metadata.get("choices"):
+            found[f"{prefix}{f.name}"] = f.metadata["choices"]
+    return found
 
 
 def recipe_names() -> list[str]:

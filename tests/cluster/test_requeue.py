@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from run_folders import COUNTERS, add, make_run, save
-from shell import sandbox
+from run_folders import add, save
 
 from fedmpi.cluster.requeue import decide, may_restart
 from fedmpi.commands import main
 from fedmpi.runs.schema import Restart, records
 
-
-@pytest.fixture(autouse=True)
-def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in COUNTERS:
-        monkeypatch.delenv(name, raising=False)
-    with sandbox():
-        yield
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    return make_run(tmp_path / "run")
+pytestmark = pytest.mark.usefixtures("no_launch")
 
 
 @pytest.mark.parametrize(

@@ -8,33 +8,20 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from made_runs import records as made_records
 from made_runs import write_run
-from run_folders import COUNTERS, add, make_run, save
-from shell import sandbox
+from run_folders import add, save
 
 from fedmpi.cluster import status
 from fedmpi.cluster.cancel import wait_until
 from fedmpi.cluster.status import Job, in_words, look, state_of
 from fedmpi.commands import main
 
-
-@pytest.fixture(autouse=True)
-def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in COUNTERS:
-        monkeypatch.delenv(name, raising=False)
-    with sandbox():
-        yield
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    return make_run(tmp_path / "run")
+pytestmark = pytest.mark.usefixtures("no_launch")
 
 
 def a_round(number: int, seconds: float = 2.0, **values: Any) -> dict[str, Any]:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from run_folders import COUNTERS, make_run, save
-from shell import sandbox
+from run_folders import save
 
 from fedmpi.cluster import arrays, submit
 from fedmpi.commands import main
@@ -24,17 +22,7 @@ TINY = ["--data", "glyphs", "--clients", "4", "--cohort", "2", "--rounds", "1"]
 LOCAL = ["--executor", "local"]
 
 
-@pytest.fixture(autouse=True)
-def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in COUNTERS:
-        monkeypatch.delenv(name, raising=False)
-    with sandbox():
-        yield
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    return make_run(tmp_path / "run")
+pytestmark = pytest.mark.usefixtures("no_launch")
 
 
 @pytest.mark.parametrize(
