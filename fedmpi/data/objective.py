@@ -1,7 +1,7 @@
 """What is learned: the loss to descend and the metric to report. It belongs to the data, not to the model.
 
-Labels that are whole numbers are classes: one a sample, or one a position of a sequence, such as the next character.
-Labels that are not are numbers to come near to. A user's data may bring an `Objective` of its own.
+Labels that are integers are classes: one per sample, or one per position of a sequence, such as the next character.
+Other labels are numbers to predict. A user's data may define an `Objective` of its own.
 """
 
 from __future__ import annotations
@@ -20,23 +20,16 @@ class Objective:
     """A loss and a metric, as functions of a model's outputs and the labels."""
 
     name: str
-    loss: Callable[[Tensor, Tensor, str], Tensor]
-    """(outputs, labels, "mean" or "sum") -> the loss, over all labels of the batch"""
-    metric: str
-    """what is reported, as test_<metric>"""
-    total: Callable[[Tensor, Tensor], Tensor]
-    """(outputs, labels) -> the metric, summed over all labels of the batch"""
-    rises: bool = True
-    """whether more of the metric is better"""
-    whole: bool = True
-    """whether labels are classes: what a split by labels needs"""
+    loss: Callable[[Tensor, Tensor, str], Tensor]  # (outputs, labels, "mean" or "sum") -> loss over all labels
+    metric: str  # reported as test_<metric>
+    total: Callable[[Tensor, Tensor], Tensor]  # (outputs, labels) -> the metric, summed over all labels
+    rises: bool = True  # whether more of the metric is better
+    whole: bool = True  # whether labels are classes: what a split by labels needs
 
     def __post_init__(self) -> None:
         if not self.metric.isidentifier() or self.metric == "loss":
-            raise UserError(
-                f"an objective's metric is '{self.metric}'; it must be a name such as accuracy, and not loss: it is "
-                "reported as test_<metric>, next to test_loss"
-            )
+            valid = "a name such as accuracy, and not loss: it is reported as test_<metric>, next to test_loss"
+            raise UserError(f"an objective's metric is '{self.metric}'; it must be {valid}")
 
 
 def cross_entropy(outputs: Tensor, labels: Tensor, reduction: str) -> Tensor:
@@ -70,38 +63,39 @@ def objective_of(labels: Tensor) -> Objective:
 
 
 def try_objective(objective: Objective, outputs: Tensor, labels: Tensor) -> None:
-    """Refuse an objective that raises, or returns anything but one number, for a model's outputs."""
+    """Check that an objective returns one number for a model's outputs."""
     calls: dict[str, Callable[[], object]] = {
         "loss for 'mean'": lambda: objective.loss(outputs, labels, "mean"),
         "loss for 'sum'": lambda: objective.loss(outputs, labels, "sum"),
         "total": lambda: objective.total(outputs, labels),
     }
     for what, call in calls.items():
+        where = f"objective '{objective.name}': its {what}"
         try:
             made = call()
         except (Exception, SystemExit) as error:
-            raise UserError(
-                f"objective '{objective.name}': its {what} raised {type(error).__name__}: {one_line(error)}"
-            ) from error
+            raise UserError(f"{where} raised {type(error).__name__}: {one_line(error)}") from error
         if not isinstance(made, Tensor) or made.numel() != 1:
-            given = f"a tensor {list(made.shape)}" if isinstance(made, Tensor) else type(made).__name__
-            raise UserError(
-                f"objective '{objective.name}': its {what} returned {given}; it must be a tensor of one number"
-            )
+            raise UserError(f"{where} returned {described(made)}; it must be a tensor of one number")
 
 
 def check_outputs(outputs: object, labels: Tensor, classes: int, objective: Objective, model: str) -> None:
-    """Refuse outputs of a model that do not fit the labels."""
+    """Check that outputs of a model fit the labels; further outputs than classes are allowed."""
     if objective not in (CLASSIFY, NEXT, REGRESS):
-        return  # somebody's own: who knows what it takes
+        return  # the user's own may take anything
     wanted = [*labels.shape, classes] if objective.whole else list(labels.shape)
-    if isinstance(outputs, Tensor):
-        more = objective.whole and list(outputs.shape[:-1]) == wanted[:-1] and outputs.shape[-1:] > (classes,)
-        fits = list(outputs.shape) == wanted or more or (not objective.whole and outputs.numel() == labels.numel())
-        given = f"a tensor {list(outputs.shape)}"
+    shape = list(outputs.shape) if isinstance(outputs, Tensor) else []
+    if objective.whole:
+        fits = len(shape) == len(wanted) and shape[:-1] == wanted[:-1] and shape[-1] >= classes
     else:
-        fits, given = False, type(outputs).__name__
+        fits = isinstance(outputs, Tensor) and outputs.numel() == labels.numel()
     if not fits:
         raise UserError(
-            f"model '{model}' returned {given} for {len(labels)} samples; {objective.name} needs a tensor {wanted}"
+            f"model '{model}' returned {described(outputs)} for {len(labels)} samples; {objective.name} needs a tensor "
+            f"{wanted}"
         )
+
+
+def described(made: object) -> str:
+    """Return what a user's function returned, for an error message."""
+    return f"a tensor {list(made.shape)}" if isinstance(made, Tensor) else type(made).__name__

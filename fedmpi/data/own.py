@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from fedmpi.data.arrays import Arrays, Data, Ints, offers
-from fedmpi.data.objective import Objective, objective_of
+from fedmpi.data.arrays import Arrays, Data, Ints
+from fedmpi.data.objective import Objective
 from fedmpi.data.store import moments
-from fedmpi.data.styles import Styles
 from fedmpi.errors import UserError, one_line
 from fedmpi.plugins import call_with, import_path
 
@@ -30,7 +29,7 @@ log = logging.getLogger("fedmpi")
 
 
 @dataclass(frozen=True)
-class Datasets:
+class Datasets(Data):
     """Map-style Datasets of (sample, label) pairs, for data that are not held in memory.
 
     A sample is a float tensor (used as it is), a uint8 image [channels, height, width] (divided by 255), or a sequence
@@ -39,30 +38,27 @@ class Datasets:
 
     train: Dataset[Any]
     test: Dataset[Any]
-    classes: int = 0
-    """number of classes; 0: the largest label plus one"""
+    classes: int = 0  # 0: the largest label plus one
     name: str = "your data"
-    labels: Any = None
-    """of the train samples; None: the Dataset's attribute targets or labels, else all items are read"""
-    owner: Any = None
-    """the client of each train sample, 0 .. k - 1"""
+    labels: Any = None  # of the train samples; None: the Dataset's attribute targets or labels, else all items are read
+    owner: Any = None  # the client of each train sample, 0 .. k - 1
     tokens: int = 0
     objective: Objective | None = None
     note: str = ""
 
     def __post_init__(self) -> None:
         for part, dataset in (("train", self.train), ("test", self.test)):
-            if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+            if not is_map(dataset):
                 raise self._error(f"has a {part} part of {type(dataset).__name__}; it must be a map-style Dataset")
             if not length(dataset):
-                raise self._error(f"has no {part} sample; it needs at least one")
+                raise self.refuse(f"no {part} sample", "at least one")
             self._check_item(part, dataset)
         if self.owner is not None:
-            self._check_owner(np.asarray(self.owner))
+            self.check_owner(np.asarray(self.owner))
         if self.goal.whole and self.sample[1].ndim and not self.classes:
-            raise self._error("has one label per position; it needs classes, the number of classes")
+            raise self.refuse("one label per position", "classes, the number of classes")
         if self.kind == "sequences" and self.tokens < 1:
-            raise self._error("has sequences; it needs tokens, the size of the vocabulary")
+            raise self.refuse("sequences", "tokens, the size of the vocabulary")
         found = labels_of(self.test) if self.goal.whole and self.classes else None
         if found is not None and found.dtype.kind in "iu" and int(found.max()) >= self.classes:
             raise self.wrong_labels(int(found.max()))
@@ -70,28 +66,19 @@ class Datasets:
     def _error(self, what: str) -> UserError:
         return UserError(f"data set '{self.name}' {what}")
 
-    def _check_owner(self, owner: npt.NDArray[Any]) -> None:
-        """Check that owner numbers the clients 0 .. k - 1, each with a sample."""
-        samples = self.samples
-        numbers = owner.shape == (samples,) and owner.dtype.kind in "iu"
-        if not numbers or not 0 <= int(owner.min()) <= int(owner.max()) < samples or 0 in np.bincount(owner):
-            raise self._error(
-                f"has owners {owner.dtype} {list(owner.shape)} for {samples} samples; it needs an integer per sample, "
-                "0 to k - 1, each with a sample"
-            )
+    def _unreadable(self, what: str, error: Exception) -> UserError:
+        return self._error(f"cannot be read: {what} raised {type(error).__name__}: {one_line(error)}")
 
     def wrong_labels(self, one: int) -> UserError:
         """Return the error for a label that is not one of the classes."""
-        return self._error(f"has labels like {one}; it needs 0 to {self.kinds - 1} for {self.kinds} classes")
+        return self.refuse(f"labels like {one}", f"0 to {self.kinds - 1} for {self.kinds} classes")
 
     def _check_item(self, part: str, dataset: Dataset[Any]) -> None:
         """Check that the first item is a pair of a tensor and a label."""
         try:
             item = dataset[0]
         except Exception as error:
-            raise self._error(
-                f"cannot be read: its first {part} item raised {type(error).__name__}: {one_line(error)}"
-            ) from error
+            raise self._unreadable(f"its first {part} item", error) from error
         if not isinstance(item, Sequence) or len(item) != 2 or not is_tensor(item[0]) or not is_label(item[1]):
             kinds = [type(v).__name__ for v in item] if isinstance(item, Sequence) else type(item).__name__
             raise self._error(
@@ -101,63 +88,36 @@ class Datasets:
 
     @cached_property
     def sample(self) -> tuple[Tensor, Tensor]:
-        """Return the first train sample and its label."""
         x, y = self.train[0]
         return torch.as_tensor(x), torch.as_tensor(y)
 
     @property
     def tests(self) -> int:
-        """Return the number of test samples."""
         return length(self.test)
 
     @property
     def samples(self) -> int:
-        """Return the number of train samples."""
         return length(self.train)
 
     @property
     def kind(self) -> str:
-        """Return numbers or sequences."""
         x = self.sample[0]
         return "sequences" if not x.is_floating_point() and x.ndim == 1 else "numbers"
 
-    @property
-    def goal(self) -> Objective:
-        """Return the objective."""
-        return self.objective or objective_of(self.sample[1])
-
-    @property
-    def styles(self) -> Styles | None:
-        """Return None: only built-in data are coloured or turned."""
-        return None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Return the shape of one sample."""
-        return tuple(self.sample[0].shape)
-
-    @property
-    def offers(self) -> dict[str, Any]:
-        """Return the arguments that a model's function may ask for, by name."""
-        return offers(self, self.tokens)
-
     @cached_property
     def kinds(self) -> int:
-        """Return the number of classes."""
         return self.classes or int(self.known_labels.max()) + 1
 
+    @property
+    def owners(self) -> Ints | None:
+        return None if self.owner is None else np.asarray(self.owner).astype(np.int64)
+
     def class_labels(self, needed: bool) -> Ints | None:
-        """Return the class of each train sample; None if labels are numbers to predict, or if they would have to be
-        read item by item and are not `needed`."""
         if not self.goal.whole:
             return None
         if not needed and self.labels is None and labels_of(self.train) is None:
             return None
         return self.known_labels
-
-    def split_labels(self, needed: bool) -> Ints | None:
-        """Return the classes."""
-        return self.class_labels(needed)
 
     @cached_property
     def known_labels(self) -> Ints:
@@ -168,10 +128,8 @@ class Datasets:
             found = self._read_labels()
         labels = np.asarray(found)
         if labels.shape != (self.samples,) or labels.dtype.kind not in "iu" or int(labels.min()) < 0:
-            raise self._error(
-                f"has labels {labels.dtype} {list(labels.shape)}; it needs an integer >= 0 for each of its "
-                f"{self.samples} samples"
-            )
+            given = f"labels {labels.dtype} {list(labels.shape)}"
+            raise self.refuse(given, f"an integer >= 0 for each of its {self.samples} samples")
         if self.classes and int(labels.max()) >= self.classes:
             raise self.wrong_labels(int(labels.max()))
         return labels.astype(np.int64)
@@ -183,15 +141,8 @@ class Datasets:
             for index in range(self.samples):
                 found.append(int(torch.as_tensor(self.train[index][1]).reshape(-1)[-1]))
         except Exception as error:
-            raise self._error(
-                f"cannot be read: the label of train item {len(found)} raised {type(error).__name__}: {one_line(error)}"
-            ) from error
+            raise self._unreadable(f"the label of train item {len(found)}", error) from error
         return found
-
-    @property
-    def owners(self) -> Ints | None:
-        """Return the client of each train sample."""
-        return None if self.owner is None else np.asarray(self.owner).astype(np.int64)
 
 
 def length(dataset: Dataset[Any]) -> int:
@@ -211,9 +162,6 @@ def labels_of(dataset: Dataset[Any]) -> npt.NDArray[Any] | None:
         return dataset.tensors[-1].numpy()
     found = getattr(dataset, "targets", getattr(dataset, "labels", None))
     return None if found is None else np.asarray(found)
-
-
-Pair: TypeAlias = Sequence[Any]
 
 
 def load_own(path: str, root: Path | None) -> Data:
@@ -243,15 +191,11 @@ def as_data(train: Any, test: Any, name: str = "your data") -> Data:
             raise UserError(f"{name}: client {sizes.index(0)} has no samples; leave it out")
         owner = torch.from_numpy(np.repeat(np.arange(len(parts)), sizes))
     else:
-        raise UserError(
-            f"{name} has a train part of {type(train).__name__}; it must be a Dataset, a pair (samples, labels) of "
-            "arrays, or a list of these, one per client"
-        )
+        valid = "a Dataset, a pair (samples, labels) of arrays, or a list of these, one per client"
+        raise UserError(f"{name} has a train part of {type(train).__name__}; it must be {valid}")
     if not is_part(test):
-        raise UserError(
-            f"{name} has a test part of {type(test).__name__}; it must be a Dataset or a pair (samples, labels) of "
-            "arrays"
-        )
+        valid = "a Dataset or a pair (samples, labels) of arrays"
+        raise UserError(f"{name} has a test part of {type(test).__name__}; it must be {valid}")
     if all(is_pair(part) for part in (*parts, test)):
         return as_arrays(parts, test, name, owner)
     sets = [as_dataset(part) for part in parts]
@@ -273,23 +217,29 @@ def is_label(value: Any) -> bool:
     return isinstance(value, int | float | np.number) or (is_tensor(value) and np.asarray(value).dtype.kind in "biuf")
 
 
+def is_map(value: Any) -> bool:
+    """Return whether this is a map-style Dataset."""
+    return hasattr(value, "__getitem__") and hasattr(value, "__len__")
+
+
 def is_part(part: Any) -> bool:
     """Return whether this is a Dataset or a pair of arrays."""
     plain = isinstance(part, Sequence | Mapping | Tensor | np.ndarray | str)
-    return is_pair(part) or (hasattr(part, "__getitem__") and hasattr(part, "__len__") and not plain)
+    return is_pair(part) or (is_map(part) and not plain)
 
 
 def as_dataset(part: Any) -> Dataset[Any]:
     """Return a part as a Dataset."""
-    if not is_pair(part):
-        found: Dataset[Any] = part
-        return found
-    return TensorDataset(*(torch.as_tensor(a) for a in part))
+    made: Dataset[Any] = TensorDataset(*map(torch.as_tensor, part)) if is_pair(part) else part
+    return made
 
 
-def as_arrays(parts: list[Pair], test: Pair, name: str, owner: Tensor | None) -> Arrays:
-    """Return pairs of arrays as one `Arrays`."""
-    samples, labels = ([as_samples(p[0]) for p in (*parts, test)], [as_labels(p[1]) for p in (*parts, test)])
+def as_arrays(parts: list[Any], test: Any, name: str, owner: Tensor | None) -> Arrays:
+    """Return pairs of arrays as one `Arrays`: grey images get a channel, labels become int64, and doubles floats."""
+    samples, labels = ([torch.as_tensor(part[i]) for part in (*parts, test)] for i in (0, 1))
+    samples = [x.unsqueeze(1) if x.dtype == torch.uint8 and x.ndim == 3 else x for x in samples]
+    samples = [x.float() if x.is_floating_point() else x for x in samples]
+    labels = [y.float() if y.is_floating_point() else y.to(torch.int64) for y in labels]
     for what, tensors in (("samples", samples), ("labels", labels)):
         shapes = {(t.dtype, t.shape[1:]) for t in tensors}
         if len(shapes) > 1:
@@ -300,25 +250,12 @@ def as_arrays(parts: list[Pair], test: Pair, name: str, owner: Tensor | None) ->
     one = len(parts) == 1  # no copy: it may be mapped from a file
     x, y = (tensors[0] if one else torch.cat(tensors[:-1]) for tensors in (samples, labels))
     mean, std = moments(x)
-    if std and min(std) == 0:
-        std = tuple(s or 1.0 for s in std)  # a constant channel
-    tokens = 0
-    if not x.is_floating_point() and x.ndim == 2 and len(x):
-        tokens = int(max(x.max(), samples[-1].max())) + 1
-    whole = not y.is_floating_point()
-    classes = int(max(y.max(), labels[-1].max())) + 1 if whole and len(y) and len(labels[-1]) else 0
+    std = tuple(s or 1.0 for s in std)  # a constant channel has 0
+    tokens = highest(x, samples[-1]) + 1 if not x.is_floating_point() and x.ndim == 2 else 0
+    classes = 0 if y.is_floating_point() else highest(y, labels[-1]) + 1
     return Arrays(name, classes, x, y, samples[-1], labels[-1], mean, std, owner=owner, tokens=tokens)
 
 
-def as_samples(array: Any) -> Tensor:
-    """Return samples as a tensor that `Arrays` accepts: grey images get a channel, doubles become floats."""
-    x = torch.as_tensor(array)
-    if x.dtype == torch.uint8 and x.ndim == 3:
-        return x.unsqueeze(1)
-    return x.float() if x.is_floating_point() else x
-
-
-def as_labels(array: Any) -> Tensor:
-    """Return labels as int64, or as float32 if they are floating point."""
-    y = torch.as_tensor(array)
-    return y.float() if y.is_floating_point() else y.to(torch.int64)
+def highest(train: Tensor, test: Tensor) -> int:
+    """Return the largest integer of both; -1 if the train part, which is refused later, is empty."""
+    return int(max(train.max(), test.max())) if len(train) else -1
