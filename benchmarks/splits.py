@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from kit import positive
 
-from fedmpi.data.splits import split
+from fedmpi.data.splits import SplitSpec, split
 
 CASES: dict[str, dict[str, Any]] = {
     "iid": {"name": "iid"},
@@ -44,14 +44,14 @@ def measure(case: str, clients: int, samples: int) -> dict[str, Any]:
     owner = rng.permutation(samples) % clients if CASES[case]["name"] == "natural" else None
     request = CASES[case] | {"y": y, "clients": clients, "seed": 0, "owner": owner}
     clock, processor = time.perf_counter(), time.process_time()
-    partition = split(**request)
+    partition = split(SplitSpec(**request))
     clock, processor = time.perf_counter() - clock, time.process_time() - processor
     told = time.perf_counter()
     partition.manifest(y, CLASSES)
     told = time.perf_counter() - told
     del partition
     tracemalloc.start()
-    partition = split(**request)
+    partition = split(SplitSpec(**request))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     returned = partition.offsets.nbytes + partition.order.nbytes

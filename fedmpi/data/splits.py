@@ -26,7 +26,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -55,10 +55,8 @@ class Partition:
     def __post_init__(self) -> None:
         ends_meet = len(self.offsets) >= 2 and self.offsets[0] == 0 and self.offsets[-1] == len(self.order)
         if not ends_meet or bool((self.offsets[1:] < self.offsets[:-1]).any()):
-            raise UserError(
-                f"a partition got {len(self.offsets)} offsets for {len(self.order)} samples; "
-                "offsets must rise from 0 to the number of samples"
-            )
+            given = f"{len(self.offsets)} offsets for {len(self.order)} samples"
+            raise UserError(f"a partition got {given}; offsets must rise from 0 to the number of samples")
 
     @property
     def clients(self) -> int:
@@ -86,8 +84,7 @@ class Partition:
         return np.bincount(cell, minlength=self.clients * classes).reshape(self.clients, classes)
 
     def manifest(self, y: npt.ArrayLike, classes: int, **about: Any) -> dict[str, Any]:
-        """Return a record for JSON: `about` (name, parameters, seed), counts, a SHA-256, and class counts per client (a
-        summary if there are many clients)."""
+        """Return a record for JSON: `about`, counts, a SHA-256, and class counts per client, summarised for many."""
         sha = hashlib.sha256()
         for part in (self.offsets, self.order):
             sha.update(np.ascontiguousarray(part, dtype="<i8").data)
@@ -96,8 +93,7 @@ class Partition:
         return {**about, "clients": self.clients, "samples": len(self.order), "sha256": sha.hexdigest(), **held}
 
     def summary(self, y: npt.ArrayLike, classes: int) -> dict[str, Any]:
-        """Return a summary of the histogram: minimum, quartiles and maximum of the clients' own samples, and the mean
-        number of classes per client."""
+        """Return the quartiles of the clients' own samples, and the mean number of classes per client."""
         labels, kinds = np.asarray(y), 0
         block = max(1, CELLS // classes)
         for first in range(0, self.clients, block):
@@ -115,23 +111,33 @@ class SplitSpec:
     """The arguments of a split."""
 
     name: str
-    y: Ints  # labels, numbered 0 .. classes - 1 without gaps
-    classes: int
+    y: Ints  # labels; a split gets them numbered 0 .. classes - 1 without gaps
     clients: int
-    rng: np.random.Generator
-    classes_per_client: int
-    alpha: float
-    beta: float
-    noise: float
-    owner: Ints | None
-    owners: str
-    skewed: bool  # whether images look different per client or per class
-    min_samples: int
+    seed: int
+    classes_per_client: int = 2
+    alpha: float = 0.1
+    beta: float = 0.5
+    noise: float = 0.0
+    owner: Ints | None = None
+    owners: str = "choose"
+    skewed: bool = False  # whether images look different per client or per class
+    min_samples: int = 1
+
+    @cached_property
+    def rng(self) -> np.random.Generator:
+        """Return the one generator of the split."""
+        return data_generator(self.seed, "split")
+
+    @cached_property
+    def classes(self) -> int:
+        """Return the number of classes."""
+        return int(self.y.max()) + 1
 
 
 def iid(spec: SplitSpec) -> Partition:
     """Shuffle the samples, and cut them into sizes equal up to one."""
-    return Partition(_offsets(_even(len(spec.y), spec.clients)), spec.rng.permutation(len(spec.y)))
+    least, more = divmod(len(spec.y), spec.clients)
+    return Partition(_offsets(least + (np.arange(spec.clients) < more)), spec.rng.permutation(len(spec.y)))
 
 
 def quantity(spec: SplitSpec) -> Partition:
@@ -146,9 +152,8 @@ def quantity(spec: SplitSpec) -> Partition:
 def dirichlet(spec: SplitSpec) -> Partition:
     """Deal each class to the clients by its own Dirichlet; fill up the smallest clients from the largest."""
     if not (spec.alpha > 0 and math.isfinite(spec.alpha)):
-        raise UserError(
-            f"split 'dirichlet' got alpha = {spec.alpha}; it must be a positive number: 0.1 is skewed, 100 nearly iid"
-        )
+        valid = "a positive number: 0.1 is skewed, 100 nearly iid"
+        raise UserError(f"split 'dirichlet' got alpha = {spec.alpha}; it must be {valid}")
     client = np.empty(len(spec.y), dtype=np.int64)
     for samples in _by_class(spec):
         shares = _dirichlet(spec.alpha, spec.clients, spec.rng)
@@ -159,26 +164,22 @@ def dirichlet(spec: SplitSpec) -> Partition:
     if not lack.any():
         return partition
     keep = _most_even(sizes, int(sizes.sum() - lack.sum()))
-    # a client's samples are in random order, so its last ones are a random choice
-    moved = partition.order[_ranges(partition.offsets[:-1] + keep, sizes - keep)]
+    place = np.arange(len(partition.order)) - np.repeat(partition.offsets[:-1], sizes)  # in the client's random order
+    moved = partition.order[place >= np.repeat(keep, sizes)]
     client[spec.rng.permutation(moved)] = np.repeat(np.arange(spec.clients), lack)
     return _gather(client, spec.clients, spec.rng)
 
 
 def classes(spec: SplitSpec) -> Partition:
     """Give each client k classes; deal a class equally among the clients that hold it, and add noise from others."""
-    k, count = spec.classes_per_client, np.bincount(spec.y, minlength=spec.classes)
+    k, count, got = spec.classes_per_client, np.bincount(spec.y), f"split '{spec.name}' got"
     if not 1 <= k <= spec.classes:
-        raise UserError(
-            f"split '{spec.name}' got {k} classes per client (--skew.classes); the data have {spec.classes}: use 1 to "
-            f"{spec.classes}"
-        )
+        valid = f"the data have {spec.classes}: use 1 to {spec.classes}"
+        raise UserError(f"{got} {k} classes per client (--skew.classes); {valid}")
     if not 0 <= spec.noise < 1:
-        raise UserError(f"split '{spec.name}' got noise = {spec.noise}; it is a share from 0 up to, not including, 1")
+        raise UserError(f"{got} noise = {spec.noise}; it is a share from 0 up to, not including, 1")
     if spec.noise > 0 and k == spec.classes:
-        raise UserError(
-            f"split '{spec.name}' got noise = {spec.noise} and {k} classes per client, which are all; use noise = 0"
-        )
+        raise UserError(f"{got} noise = {spec.noise} and {k} classes per client, which are all; use noise = 0")
     spared = np.floor(spec.noise * count).astype(np.int64)
     most = np.minimum(count - spared, spec.clients)  # maximum number of clients that can hold a class
     if most.sum() < spec.clients * k:
@@ -198,9 +199,8 @@ def classes(spec: SplitSpec) -> Partition:
 def natural(spec: SplitSpec) -> Partition:
     """Make one client per owner, or per owner of a random choice, or deal all owners to the clients."""
     if spec.owner is None:
-        raise UserError(
-            "split 'natural' needs a data set that knows who wrote each sample, such as glyphs; use another split"
-        )
+        needs = "a data set that knows who wrote each sample, such as glyphs"
+        raise UserError(f"split 'natural' needs {needs}; use another split")
     if spec.owners not in OWNERS:
         raise unknown("way with owners (--skew.owners)", spec.owners, OWNERS)
     merge = spec.owners == "merge"
@@ -208,10 +208,8 @@ def natural(spec: SplitSpec) -> Partition:
     sizes = np.bincount(spec.owner)
     able = np.flatnonzero(sizes >= least)
     if spec.clients > len(able):
-        raise UserError(
-            f"split 'natural' got {spec.clients} clients, but the data have {len(able)} owners with at least "
-            f"{least} samples; use at most that many clients"
-        )
+        there = f"{len(able)} owners with at least {least} samples"
+        raise UserError(f"split 'natural' got {spec.clients} clients, but the data have {there}; use at most that many")
     number = np.full(len(sizes), -1)
     if merge:
         number[spec.rng.permutation(able)] = np.arange(len(able)) % spec.clients
@@ -220,115 +218,55 @@ def natural(spec: SplitSpec) -> Partition:
     return _gather(number[spec.owner], spec.clients, spec.rng)
 
 
-def feature(spec: SplitSpec) -> Partition:
-    """Split iid, on data with feature skew."""
-    _need_looks(spec)
-    return iid(spec)
-
-
-def mixed(spec: SplitSpec) -> Partition:
-    """Split by classes, on data with feature skew."""
-    _need_looks(spec)
-    return classes(spec)
-
-
 SPLITS: dict[str, Callable[[SplitSpec], Partition]] = {
     "iid": iid,
     "classes": classes,
     "dirichlet": dirichlet,
     "quantity": quantity,
     "natural": natural,
-    "feature": feature,
-    "mixed": mixed,
+    "feature": iid,
+    "mixed": classes,
 }
+SKEWED = ("feature", "mixed")  # splits for data with feature skew
 
 
-def split(
-    name: str,
-    y: npt.ArrayLike,
-    clients: int,
-    seed: int,
-    *,
-    classes_per_client: int = 2,
-    alpha: float = 0.1,
-    beta: float = 0.5,
-    noise: float = 0.0,
-    owner: npt.ArrayLike | None = None,
-    owners: str = "choose",
-    skewed: bool = False,
-    min_samples: int = 1,
-) -> Partition:
-    """Split samples with labels y by the split of that name; `skewed` says that the data have feature skew."""
-    if name not in SPLITS:
-        raise unknown("split", name, SPLITS)
-    labels = _labels(y)
-    if clients < 1 or min_samples < 1:
-        raise UserError(
-            f"split '{name}' got {clients} clients and min_samples = {min_samples}; both must be at least 1"
-        )
-    if seed < 0:
-        raise UserError(f"split '{name}' got seed = {seed}; it must not be negative")
-    if clients * min_samples > len(labels):
-        raise UserError(
-            f"split '{name}' got {clients} clients, each of which needs {min_samples} or more, but there are only "
-            f"{len(labels)} samples; use fewer clients"
-        )
-    present = np.bincount(labels) > 0
-    spec = SplitSpec(
-        name=name,
-        y=labels if present.all() else (np.cumsum(present) - 1)[labels],
-        classes=int(present.sum()),
-        clients=clients,
-        rng=data_generator(seed, "split"),
-        classes_per_client=classes_per_client,
-        alpha=alpha,
-        beta=beta,
-        noise=noise,
-        owner=None if owner is None else np.asarray(owner).astype(np.int64, copy=False),
-        owners=owners,
-        skewed=skewed,
-        min_samples=min_samples,
-    )
-    if spec.owner is not None and (spec.owner.shape != labels.shape or int(spec.owner.min()) < 0):
-        raise UserError(
-            f"split '{name}' got owners {list(spec.owner.shape)} for {len(labels)} labels; give one number per sample"
-        )
-    partition = SPLITS[name](spec)
-    if (least := int(np.diff(partition.offsets).min())) < min_samples:
-        raise UserError(
-            f"split '{name}' would leave a client with {least} samples, fewer than min_samples = {min_samples}; "
-            "use fewer clients"
-        )
-    return partition
-
-
-def _labels(y: npt.ArrayLike) -> Ints:
-    """Return the labels as int64, after checking that they are integers >= 0."""
-    labels = np.asarray(y)
-    if labels.ndim != 1 or labels.dtype.kind not in "iu" or len(labels) == 0 or int(labels.min()) < 0:
-        raise UserError(
-            f"labels are {labels.dtype} {list(labels.shape)}; a split needs a list of whole numbers >= 0, at least one"
-        )
-    return labels.astype(np.int64, copy=False)
-
-
-def _need_looks(spec: SplitSpec) -> None:
-    """Raise a UserError for data without feature skew."""
-    if not spec.skewed:
+def split(spec: SplitSpec) -> Partition:
+    """Split samples by the split of that name."""
+    if spec.name not in SPLITS:
+        raise unknown("split", spec.name, SPLITS)
+    clients, least, got = spec.clients, spec.min_samples, f"split '{spec.name}' got"
+    y = np.asarray(spec.y)
+    if y.ndim != 1 or y.dtype.kind not in "iu" or len(y) == 0 or int(y.min()) < 0:
+        valid = "a split needs a list of whole numbers >= 0, at least one"
+        raise UserError(f"labels are {y.dtype} {list(y.shape)}; {valid}")
+    y = y.astype(np.int64, copy=False)
+    if clients < 1 or least < 1:
+        raise UserError(f"{got} {clients} clients and min_samples = {least}; both must be at least 1")
+    if spec.seed < 0:
+        raise UserError(f"{got} seed = {spec.seed}; it must not be negative")
+    if clients * least > len(y):
+        needed = f"each of which needs {least} or more, but there are only {len(y)} samples"
+        raise UserError(f"{got} {clients} clients, {needed}; use fewer clients")
+    if spec.name in SKEWED and not spec.skewed:
         raise UserError(
             f"split '{spec.name}' needs data whose images look different from client to client or class to class; "
             "use cmnist2, fedcmnist or fedrotmnist, or another split"
         )
+    owner = None if spec.owner is None else np.asarray(spec.owner).astype(np.int64, copy=False)
+    if owner is not None and (owner.shape != y.shape or int(owner.min()) < 0):
+        raise UserError(f"{got} owners {list(owner.shape)} for {len(y)} labels; give one number per sample")
+    present = np.bincount(y) > 0
+    numbered = y if present.all() else (np.cumsum(present) - 1)[y]
+    partition = SPLITS[spec.name](replace(spec, y=numbered, owner=owner))
+    if (fewest := int(np.diff(partition.offsets).min())) < least:
+        left = f"a client with {fewest} samples, fewer than min_samples = {least}"
+        raise UserError(f"split '{spec.name}' would leave {left}; use fewer clients")
+    return partition
 
 
 def _offsets(sizes: Ints) -> Ints:
     """Return where each client begins, and the end."""
     return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-
-
-def _even(total: int, parts: int) -> Ints:
-    """Divide the total into integer parts that are equal up to one."""
-    return total // parts + (np.arange(parts) < total % parts)
 
 
 def _most_even(caps: Ints, total: int) -> Ints:
@@ -379,24 +317,14 @@ def _gather(client: Ints, clients: int, rng: np.random.Generator) -> Partition:
 
 
 def _argsort(values: Ints) -> Ints:
-    """Return the stable argsort of values >= 0.
-
-    Value and index are packed into one integer, because numpy's sort is several times as fast as its argsort.
-    """
-    n = len(values)
-    if n == 0 or int(values.max()) >= 2**62 // n:
-        return np.argsort(values, kind="stable")
+    """Return the stable argsort of classes or clients; packed into one integer with the index, because numpy's sort is
+    several times as fast as its argsort."""
+    n = max(1, len(values))
     packed = values * n
-    packed += np.arange(n)
+    packed += np.arange(len(values))
     packed.sort()
     packed %= n
     return packed
-
-
-def _ranges(starts: Ints, lengths: Ints) -> Ints:
-    """Return the concatenated ranges starts[i] .. starts[i] + lengths[i] - 1."""
-    before = np.cumsum(lengths) - lengths
-    return np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))
 
 
 def _hold(holders: Ints, spec: SplitSpec) -> Ints:

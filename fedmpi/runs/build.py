@@ -43,7 +43,7 @@ from ..data import (
     split,
 )
 from ..data.objective import check_outputs, try_objective
-from ..data.splits import OWNERS
+from ..data.splits import OWNERS, SplitSpec
 from ..errors import RunError, UserError, one_line, unknown
 from ..local import LocalKnobs, make_local
 from ..local.memory import Memory
@@ -260,17 +260,19 @@ def load_data(cfg: Config, given: Data | None = None) -> tuple[Data, Partition, 
 
     strata = data.split_labels(needed)
     partition = split(
-        cfg.split,
-        left(y if strata is None else strata),
-        cfg.clients,
-        cfg.seed,
-        classes_per_client=cfg.skew.classes or 2,
-        alpha=cfg.skew.alpha,
-        beta=cfg.skew.beta,
-        noise=cfg.skew.noise,
-        owner=None if data.owners is None else left(data.owners),
-        owners=cfg.skew.owners,
-        skewed=data.styles is not None,
+        SplitSpec(
+            cfg.split,
+            left(y if strata is None else strata),
+            cfg.clients,
+            cfg.seed,
+            classes_per_client=cfg.skew.classes or 2,
+            alpha=cfg.skew.alpha,
+            beta=cfg.skew.beta,
+            noise=cfg.skew.noise,
+            owner=None if data.owners is None else left(data.owners),
+            owners=cfg.skew.owners,
+            skewed=data.styles is not None,
+        )
     )
     shared = meta if cfg.meta.share else meta[:0]
     order = partition.order if rest is None else rest[partition.order]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedmpi.data.arrays import Arrays
 from fedmpi.data.sets import ood, vision
-from fedmpi.data.splits import Partition, split
+from fedmpi.data.splits import Partition, SplitSpec, split
 from fedmpi.data.styles import assign_styles, seen, tint, turn
 from fedmpi.errors import UserError
 from fedmpi.runs.build import load_data
@@ -75,12 +75,12 @@ def many(arrays: Arrays, n: int) -> Arrays:
 
 def dealt(arrays: Arrays, clients: int, seed: int = 0) -> Arrays:
     """The data, dealt evenly to the clients and styled."""
-    return assign_styles(arrays, split("iid", arrays.y.numpy(), clients, 0), seed)
+    return assign_styles(arrays, split(SplitSpec("iid", arrays.y.numpy(), clients, 0)), seed)
 
 
 def clients_of(arrays: Arrays, clients: int) -> np.ndarray:
     """The client of each sample of `dealt`."""
-    part = split("iid", arrays.y.numpy(), clients, 0)
+    part = split(SplitSpec("iid", arrays.y.numpy(), clients, 0))
     client = np.empty(len(arrays.y), dtype=np.int64)
     client[part.order] = np.repeat(np.arange(clients), part.sizes)
     return client
@@ -330,7 +330,7 @@ def test_looks_are_a_function_of_the_split_and_the_seed(name: str, root: Path) -
     assert torch.equal(first.test_style, other.test_style), "the test set is the same in every run"
     by_client = name in ("cmnist2", "fedrotmnist-clients")
     assert torch.equal(first.style, other.style) != by_client, "what belongs to clients is drawn anew, the rest is not"
-    part = split("iid", data.y.numpy(), 20, 0)
+    part = split(SplitSpec("iid", data.y.numpy(), 20, 0))
     turned = np.concatenate([part.of(cid)[::-1] for cid in range(20)])
     stirred = assign_styles(data, Partition(part.offsets, turned), 1).style
     assert stirred is not None and torch.equal(stirred, first.style), "the order within a client is no matter"

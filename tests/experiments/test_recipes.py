@@ -16,7 +16,7 @@ import pytest
 from conftest import rank_environment
 
 from fedmpi.commands import main
-from fedmpi.data import split
+from fedmpi.data.splits import SplitSpec, split
 from fedmpi.errors import UserError
 from fedmpi.experiments.measures import measure
 from fedmpi.experiments.sweep import sweepfile
@@ -113,17 +113,19 @@ def test_the_data_can_be_split_as_a_sweep_asks(name: str) -> None:
     for cfg in asked.values():
         samples, classes = SIZES.get(cfg.data, (60_000, 10))
         partition = split(
-            cfg.split,
-            rng.integers(classes, size=samples - (cfg.meta.size or 0)),
-            cfg.clients,
-            seed=0,
-            classes_per_client=cfg.skew.classes or 2,
-            alpha=cfg.skew.alpha,
-            beta=cfg.skew.beta,
-            noise=cfg.skew.noise,
-            owner=rng.integers(WRITERS, size=samples - (cfg.meta.size or 0)),
-            owners=cfg.skew.owners,
-            skewed=cfg.data in LOOKS,
+            SplitSpec(
+                cfg.split,
+                rng.integers(classes, size=samples - (cfg.meta.size or 0)),
+                cfg.clients,
+                seed=0,
+                classes_per_client=cfg.skew.classes or 2,
+                alpha=cfg.skew.alpha,
+                beta=cfg.skew.beta,
+                noise=cfg.skew.noise,
+                owner=rng.integers(WRITERS, size=samples - (cfg.meta.size or 0)),
+                owners=cfg.skew.owners,
+                skewed=cfg.data in LOOKS,
+            )
         )
         assert partition.clients == cfg.clients
         assert cfg.split != "natural" or cfg.data in ("femnist", "shakespeare")

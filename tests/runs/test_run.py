@@ -29,7 +29,7 @@ from fedmpi.algorithms import ALGORITHMS
 from fedmpi.clients.task import Scored, Task, choose_tests
 from fedmpi.comm import Comm, SoloComm
 from fedmpi.comm.threads import run_threads
-from fedmpi.data.splits import Partition, split
+from fedmpi.data.splits import Partition, SplitSpec, split
 from fedmpi.errors import RunError, UserError
 from fedmpi.local.memory import Memory
 from fedmpi.models import find_model, make_model
@@ -143,7 +143,7 @@ def test_the_mark_of_a_finished_run_tells_its_outcome(tmp_path: Path) -> None:
 def test_the_partition_is_written_as_it_was_dealt(tmp_path: Path) -> None:
     train(settings_of(tmp_path, split="classes", skew=Skew(classes=1), clients=6, cohort=2, seed=4))
     written = json.loads((tmp_path / "partition.json").read_text())
-    dealt = split("classes", tiny().y.numpy(), 6, 4, classes_per_client=1)
+    dealt = split(SplitSpec("classes", tiny().y.numpy(), 6, 4, classes_per_client=1))
     assert written["sha256"] == dealt.manifest(tiny().y.numpy(), CLASSES)["sha256"]
     assert (written["data"], written["split"], written["seed"], written["clients"]) == ("tiny", "classes", 4, 6)
     assert written["skew"]["classes"] == 1
