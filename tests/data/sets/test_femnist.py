@@ -326,6 +326,7 @@ def test_what_is_missing_is_fetched_as_torchvision_would(
         shutil.copytree(shared / family.folder, base / family.folder)
         fetched.append(family.folder)
 
+    monkeypatch.delenv("FEDMPI_OFFLINE", raising=False)
     monkeypatch.setattr(module, "fetch_file", fetch_file)
     monkeypatch.setattr(module, "vision", SimpleNamespace(**{**vars(vision), "fetch": fetch_mnist}))
     assert torch.equal(femnist(tmp_path).x, digits.x)
