@@ -99,7 +99,7 @@ def measure(comm: Comm, given: argparse.Namespace, beta: float, folder: str) -> 
         sums.reset(cohort, state.round + 1, state.ints)
         comm.barrier()
         started, used = time.perf_counter(), time.process_time()
-        for update in task.train([cohort.cids[i] for i in cohort.at(comm.rank)], state, algorithm.local, plan.work):
+        for update in task.train(cohort.on(comm.rank), state, algorithm.local, plan.work):
             sums.add(update)
         times = torch.zeros(2, comm.size, dtype=torch.float64)
         times[:, comm.rank] = torch.tensor([time.perf_counter() - started, time.process_time() - used])

@@ -16,9 +16,7 @@ from .errors import UserError
 from .schedules import read_spec
 from .seeds import generator
 
-Share = Callable[[np.random.Generator], float]
-"""draws which part of its steps a client does, in (0, 1]"""
-
+Share = Callable[[np.random.Generator], float]  # draws which part of its steps a client does, in (0, 1]
 SHARES = {"full": (), "uniform": ("low", "high"), "stragglers": ("part", "low", "high")}
 
 
@@ -37,11 +35,7 @@ def make_share(text: str) -> Share:
     if not (0 < low <= high <= 1 and 0 <= part <= 1):
         raise UserError(f"--local.work is '{text}'; it needs 0 < low <= high <= 1, and a part in [0, 1]")
 
-    def draw(rng: np.random.Generator) -> float:
-        late = rng.random() < part
-        return float(rng.uniform(low, high)) if late else 1.0
-
-    return draw
+    return lambda rng: float(rng.uniform(low, high)) if rng.random() < part else 1.0
 
 
 @dataclass(frozen=True)
@@ -59,11 +53,7 @@ class Work:
         asked = self.steps if self.steps is not None else max(self.epochs - leave, 0) * an_epoch
         if self.share is full or not asked:
             return asked
-        return max(1, round_half_up(self.share(generator(seed, "work", round, cid)) * asked))
-
-
-def round_half_up(x: float) -> int:
-    return int(x + 0.5)
+        return max(1, int(self.share(generator(seed, "work", round, cid)) * asked + 0.5))  # rounded half up
 
 
 A_STEP_A_SAMPLE = Work(batch=1)
@@ -82,9 +72,9 @@ class Cohort:
         """Return the weight of the whole cohort."""
         return sum(self.weights)
 
-    def at(self, rank: int) -> list[int]:
-        """Return the positions in the cohort of the clients that a rank hosts."""
-        return [i for i, r in enumerate(self.ranks) if r == rank]
+    def on(self, rank: int) -> list[int]:
+        """Return the clients that a rank hosts."""
+        return [cid for cid, host in zip(self.cids, self.ranks, strict=True) if host == rank]
 
     @property
     def most_on_a_rank(self) -> int:

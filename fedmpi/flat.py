@@ -1,4 +1,4 @@
-"""A model as one flat vector: trainable parameters first, then float buffers.
+"""A model as one flat vector: trainable parameters first, then float buffers; and how a vector is cut.
 
     N  the whole vector, padded so that every rank owns a slice of the same length
     P  the trainable parameters: what is trained, masked and moved by the server's rule
@@ -7,17 +7,20 @@
 
 `bind` makes the model's tensors views of such a vector, so that a step on the vector is a step of the model and
 nothing is copied. Integer buffers (BatchNorm's step counter) are few: they travel next to the vector, and the maximum
-over the clients counts.
+over the clients counts. A rank owns a slice of the vector; buckets of a slice travel at once; tiles fit the cache.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from .errors import UserError
+
+TILE = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -30,8 +33,7 @@ class Span:
     channels_last: bool
 
     def view(self, x: Tensor) -> Tensor:
-        """Return the tensor as a view of the vector, a convolution's weight with channels innermost if
-        `channels_last`."""
+        """Return the tensor as a view of the vector; with `channels_last`, channels are innermost."""
         flat = x[self.start : self.start + self.shape.numel()]
         if not self.channels_last:
             return flat.view(self.shape)
@@ -72,6 +74,19 @@ def layout_of(model: nn.Module, channels_last: bool = False, dtype: torch.dtype 
         raise UserError("the model has no trainable parameter; check requires_grad")
     ints = tuple(k for k, b in buffers.items() if not b.is_floating_point())
     return Layout(tuple(spans), count, at, ints)
+
+
+def tiles(start: int, stop: int, size: int = TILE) -> Iterator[slice]:
+    """Yield consecutive slices of at most `size` elements that cover start..stop."""
+    for low in range(start, stop, size):
+        yield slice(low, min(low + size, stop))
+
+
+def even_slices(length: int, most: int) -> Iterator[slice]:
+    """Yield the fewest consecutive slices of at most `most` elements that cover 0..length, equal up to one element."""
+    count = -(-length // most)
+    for k in range(count):
+        yield slice(length * k // count, length * (k + 1) // count)
 
 
 def bind(model: nn.Module, layout: Layout, x: Tensor) -> None:

@@ -1,10 +1,10 @@
-"""The knobs of the built-in client rules, masks and server rules: one frozen dataclass per rule, declared here alone.
+"""The knobs of the built-in client rules, masks and server rules, declared here alone.
 
 The options of `fedmpi train`, the keys of config.yaml, defaults, bounds and help texts follow from these fields. They
 have a module of their own because the rules import torch, which commands that only read a configuration (status,
 compare, report) must not wait for.
 
-To add a knob, add a field to its rule's class. A plug-in adds its own by extending `LocalKnobs`, `MaskKnobs` or
+To add a knob, add a field. A plug-in adds its own by extending `LocalKnobs`, `MaskKnobs` or
 `ServerKnobs` (docs/own-algorithm.md).
 """
 
@@ -15,15 +15,13 @@ from dataclasses import dataclass
 from .plugins.knobs import knob
 from .schedules import Rate, as_rate
 
-# Client rules
-
 OPTIONS = ("I", "II")  # of scaffold
 GRADIENTS = ("last", "initial")  # of fedgma2021
 
 
 @dataclass(frozen=True)
-class Sgd:
-    """What every client rule reads: stochastic gradient descent."""
+class LocalKnobs:
+    """The knobs of the client rules."""
 
     lr: float | Rate = knob(0.01, low=0, open_low=True, by_row=True)
     """Client learning rate. Default: the algorithm's."""
@@ -35,6 +33,12 @@ class Sgd:
     """Clip gradients to this norm; 0: no limit. Default: the algorithm's."""
     clip_update: float | None = knob(None, low=0, by_row=True, none=0.0)
     """Clip what a client sends to this norm; 0: no limit. Default: the algorithm's."""
+    mu: float = knob(0.01, low=0)
+    """Strength of the pull towards the global model (rule prox)."""
+    option: str = knob("II", choices=OPTIONS)
+    """Update of control variates: I (gradient at the global model) or II (from the steps) (rule scaffold)."""
+    gradient: str = knob("last", choices=GRADIENTS)
+    """Gradient to send: last (of the last step) or initial (at the global model) (rule fedgma2021)."""
 
     def rate(self, round: int) -> float:
         """Return the learning rate of a round."""
@@ -42,79 +46,13 @@ class Sgd:
 
 
 @dataclass(frozen=True)
-class Prox(Sgd):
-    """FedProx."""
-
-    mu: float = knob(0.01, low=0)
-    """Strength of the pull towards the global model (rule prox)."""
-
-
-@dataclass(frozen=True)
-class Scaffold(Sgd):
-    """SCAFFOLD."""
-
-    option: str = knob("II", choices=OPTIONS)
-    """Update of control variates: I (gradient at the global model) or II (from the steps) (rule scaffold)."""
-
-
-@dataclass(frozen=True)
-class FedGma2021(Sgd):
-    """FedGMA as first published."""
-
-    gradient: str = knob("last", choices=GRADIENTS)
-    """Gradient to send: last (of the last step) or initial (at the global model) (rule fedgma2021)."""
-
-
-@dataclass(frozen=True)
-class LocalKnobs(FedGma2021, Scaffold, Prox):
-    """The knobs of all client rules; fields in the order of the bases from right to left."""
-
-
-# Masks
-
-
-@dataclass(frozen=True)
-class Gma:
-    """What the masks gma and and read."""
+class MaskKnobs:
+    """The knobs of the masks."""
 
     tau: float = knob(0.4, low=0, high=1, by_row=True)
     """Agreement threshold of the mask: elements at or above it take the full step. Default: 0.4 (fedgma2021: 0.8)."""
-
-
-@dataclass(frozen=True)
-class Sand(Gma):
-    """The mask sand."""
-
     sharpness: float = knob(4.0, low=0, open_low=True)
     """How steeply the mask sand rises above tau."""
-
-
-@dataclass(frozen=True)
-class MaskKnobs(Sand):
-    """The knobs of all masks."""
-
-
-# Server rules
-
-
-@dataclass(frozen=True)
-class Rated:
-    """What every server rule reads."""
-
-    lr: float | Rate = knob(1.0, low=0, open_low=True, by_row=True)
-    """Server learning rate. Default: the algorithm's."""
-
-    def rate(self, t: int) -> float:
-        """Return the learning rate of round t."""
-        return as_rate(self.lr)(t)
-
-
-@dataclass(frozen=True)
-class Heavy(Rated):
-    """The server rule sgd, with momentum."""
-
-    momentum: float = knob(0.0, low=0, high=1, open_high=True, by_row=True)
-    """Momentum of the server rule sgd. Default: the algorithm's."""
 
 
 @dataclass(frozen=True)
@@ -133,9 +71,13 @@ VARIANTS = {
 
 
 @dataclass(frozen=True)
-class Adaptive(Rated):
-    """The server rules adam, yogi and adagrad."""
+class ServerKnobs:
+    """The knobs of the server rules."""
 
+    lr: float | Rate = knob(1.0, low=0, open_low=True, by_row=True)
+    """Server learning rate. Default: the algorithm's."""
+    momentum: float = knob(0.0, low=0, high=1, open_high=True, by_row=True)
+    """Momentum of the server rule sgd. Default: the algorithm's."""
     b1: float = knob(0.9, low=0, high=1, open_high=True)
     """Decay of the first moment."""
     b2: float | None = knob(None, low=0, high=1, open_high=True)
@@ -145,11 +87,9 @@ class Adaptive(Rated):
     variant: str = knob("reddi", choices=tuple(VARIANTS))
     """reddi (no bias correction, v starts at eps^2, b2 0.99, eps 1e-3) or torch (bias correction, v starts at 0, b2
     0.999, eps 1e-8)."""
-
-
-@dataclass(frozen=True)
-class ServerKnobs(Adaptive, Heavy):
-    """The knobs of all server rules; fields in the order of the bases from right to left."""
-
     mask_moments: bool = False
     """Apply the mask to the mean before the moments, instead of to the step."""
+
+    def rate(self, t: int) -> float:
+        """Return the learning rate of round t."""
+        return as_rate(self.lr)(t)

@@ -25,15 +25,13 @@ class Layer:
     """One trained tensor of the model, and how all of its elements voted, whichever rank owns them."""
 
     name: str
-    start: int
-    """its first element in the flat vector"""
+    start: int  # its first element in the flat vector
     size: int
-    counts: Tensor
-    """[clients + 1], int64: how many of its elements have |votes| = 0, 1, ..., clients"""
+    counts: Tensor  # [clients + 1], int64: how many of its elements have |votes| = 0, 1, ..., clients
 
     def quantile(self, share: float) -> int:
         """Return the smallest |votes| that at least this share of the layer's elements do not exceed; 0.5: the
-        median. Decided in whole numbers, with the share read as the fraction it stands for."""
+        median. The share is read as a fraction."""
         wanted = max(math.ceil(Fraction(share).limit_denominator(1_000_000) * self.size), 1)
         return int((self.counts.cumsum(0) < wanted).sum())
 
@@ -44,7 +42,7 @@ def trained_spans(layout: Layout) -> tuple[Span, ...]:
 
 
 def overlaps(spans: Sequence[Span], start: int, length: int) -> Iterator[tuple[int, slice]]:
-    """Yield, for each span that a tile of the vector touches, the span's number and its part of the tile."""
+    """Yield, for each span that a tile of the vector touches, the span's number and its slice of the tile."""
     for number, span in enumerate(spans):
         low, high = max(span.start, start), min(span.start + span.shape.numel(), start + length)
         if low < high:
@@ -62,11 +60,11 @@ class LayerVotes:
         """Count tiles of votes, each with its first element's place in the full vector."""
         for start, votes_S in tiles:
             sizes = votes_S.abs().long()
-            for number, part in overlaps(self.spans, start, sizes.numel()):
-                self.counts[number].scatter_add_(0, sizes[part], torch.ones_like(sizes[part]))
+            for number, of_tile in overlaps(self.spans, start, sizes.numel()):
+                self.counts[number].scatter_add_(0, sizes[of_tile], torch.ones_like(sizes[of_tile]))
 
-    def within(self, start: int, length: int) -> Iterator[tuple[Layer, slice]]:
-        """Yield the layers that a tile of the vector touches, each with its part of the tile."""
-        for number, part in overlaps(self.spans, start, length):
+    def of_tile(self, start: int, length: int) -> Iterator[tuple[Layer, slice]]:
+        """Yield the layers that a tile of the vector touches, each with its slice of the tile."""
+        for number, of_tile in overlaps(self.spans, start, length):
             span = self.spans[number]
-            yield Layer(span.name, span.start, span.shape.numel(), self.counts[number]), part
+            yield Layer(span.name, span.start, span.shape.numel(), self.counts[number]), of_tile

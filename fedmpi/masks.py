@@ -36,12 +36,9 @@ __all__ = ["MASKS", "Layer", "Mask", "MaskKnobs", "make_mask", "quorum"]
 class Mask:
     """How much of each element to keep, from 0 to 1."""
 
-    keep: Callable[..., Tensor]
-    """(votes_S, clients) -> mask_S; with the second moment (votes_S, clients, mean_S, square_S) -> mask_S"""
-    second_moment: bool = False
-    """whether it reads mean and mean square of the clients' deltas, weighted by their samples"""
-    layers: bool = False
-    """whether it is given, as its last argument, the `Layer` that the elements belong to"""
+    keep: Callable[..., Tensor]  # (votes_S, clients[, mean_S, square_S][, layer]) -> mask_S
+    second_moment: bool = False  # whether it reads mean and mean square of the deltas, weighted by samples
+    layers: bool = False  # whether it is given, as its last argument, the `Layer` that the elements belong to
 
     def __call__(
         self,
@@ -55,21 +52,17 @@ class Mask:
         return self.keep(votes_S, clients, *moments, *((layer,) if self.layers else ()))
 
     def over(
-        self,
-        start: int,
-        votes_S: Tensor,
-        clients: int,
-        mean_S: Tensor,
-        square_S: Tensor | None,
-        layers: LayerVotes,
+        self, start: int, votes_S: Tensor, clients: int, mean_S: Tensor, square_S: Tensor | None, layers: LayerVotes
     ) -> Tensor:
         """Return the mask of a tile of the vector that begins at element `start`; one that asks for layers is called
         once for each layer in the tile."""
         if not self.layers:
             return self(votes_S, clients, mean_S, square_S)
-        within = layers.within(start, votes_S.numel())
-        squares = (lambda part: None) if square_S is None else square_S.__getitem__
-        return torch.cat([self(votes_S[p], clients, mean_S[p], squares(p), layer) for layer, p in within])
+        masks = []
+        for layer, own in layers.of_tile(start, votes_S.numel()):
+            square = None if square_S is None else square_S[own]
+            masks.append(self(votes_S[own], clients, mean_S[own], square, layer))
+        return torch.cat(masks)
 
 
 def quorum(tau: float, clients: int) -> int:
@@ -82,11 +75,7 @@ def quorum(tau: float, clients: int) -> int:
 
 def mean() -> Mask:
     """Return the mask that is 1 everywhere: plain weighted averaging."""
-
-    def mask(votes_S: Tensor, clients: int) -> Tensor:
-        return torch.ones(votes_S.shape, device=votes_S.device)
-
-    return Mask(mask)
+    return Mask(lambda votes_S, clients: torch.ones(votes_S.shape, device=votes_S.device))
 
 
 def at_least(size_S: Tensor, least: int) -> Tensor:
@@ -110,11 +99,7 @@ def gma(tau: float) -> Mask:
 
 def hard(tau: float) -> Mask:
     """Return the mask 1 where A >= tau, 0 elsewhere: the AND-mask that the paper compares with."""
-
-    def mask(votes_S: Tensor, clients: int) -> Tensor:
-        return at_least(votes_S.abs(), quorum(tau, clients)).float()
-
-    return Mask(mask)
+    return Mask(lambda votes_S, clients: at_least(votes_S.abs(), quorum(tau, clients)).float())
 
 
 def sand(tau: float, sharpness: float) -> Mask:
@@ -122,9 +107,8 @@ def sand(tau: float, sharpness: float) -> Mask:
     sign *and in size*, the more is kept, smoothly (after SAND-mask, Shahtalebi et al., 2021).
 
     r = variance / mean square of the clients' deltas, weighted by samples, in [0, 1]: 0 where all moved alike, 1 where
-    they cancel out. SAND-mask divides by the variance itself, whose size depends on the learning rate and on the
-    element: for deltas of 1e-3 it is 1e-6 and the mask a hard one. Relative to the mean square it has no unit. Nor is
-    the mask scaled up to mean 1 here.
+    they cancel out. SAND-mask divides by the variance itself, which for deltas of 1e-3 is 1e-6 and makes the mask a
+    hard one. Relative to the mean square it has no unit. Nor is the mask scaled up to mean 1 here.
     """
     if tau >= 1:
         raise UserError(f"--tau is {tau:g}, with which the mask sand keeps nothing; it must be below 1")
@@ -173,7 +157,8 @@ def try_votes(name: str, mask: Mask, votes_S: Tensor, clients: int) -> None:
     """Refuse a mask that does not work on these votes, which are those of two layers."""
     mean_S = votes_S / clients + torch.linspace(-0.2, 0.2, 41)
     square_S = mean_S.square() + torch.linspace(0.0, 0.5, 41)
-    layers = LayerVotes([Span("a", 0, torch.Size([24]), False), Span("b", 24, torch.Size([17]), False)], clients, CPU)
+    spans = [Span("a", 0, torch.Size([24]), False), Span("b", 24, torch.Size([17]), False)]
+    layers = LayerVotes(spans, clients, votes_S.device)
     layers.add([(0, votes_S)])
 
     def keep(low: int, high: int) -> Tensor:
@@ -208,5 +193,4 @@ def try_votes(name: str, mask: Mask, votes_S: Tensor, clients: int) -> None:
         )
 
 
-CPU = torch.device("cpu")
 CUTS = ((0, 1, 41), (0, 20, 41), (0, 8, 24, 40, 41), (0, 7, 13, 22, 31, 41))  # ranks' slices of 41 elements

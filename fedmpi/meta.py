@@ -10,15 +10,17 @@ from torch import Tensor
 
 from .aggregate.exchange import averaged
 from .aggregate.sums import Accumulator, Unusable
-from .aggregate.tiling import even_slices
 from .algorithms import MetaStep
 from .comm import Comm
 from .errors import CommonError
+from .flat import Layout, even_slices
 
 
 class MetaSet(Protocol):
     """What the meta step needs of `rounds.Clients`."""
 
+    @property
+    def layout(self) -> Layout: ...
     @property
     def meta_size(self) -> int: ...
 
@@ -26,13 +28,11 @@ class MetaSet(Protocol):
 
 
 def take_meta_step(
-    model_N: Tensor, ints: Tensor, round: int, step: MetaStep, data: MetaSet, sums: Accumulator, comm: Comm, params: int
+    model_N: Tensor, ints: Tensor, round: int, step: MetaStep, data: MetaSet, sums: Accumulator, comm: Comm
 ) -> None:
-    """Move the model in place. Collective.
-
-    The set is cut into blocks that are dealt to the ranks in turn, and their gradients are summed exactly: the same
-    bits on any number of ranks.
-    """
+    """Move the model in place. Blocks of the set go to the ranks in turn, and their gradients are summed exactly: the
+    same bits on any number of ranks. Collective."""
+    params = data.layout.params
     sums.reset(data.meta_size)
     bad = torch.zeros(1, dtype=torch.int64)
     for number, block in enumerate(even_slices(data.meta_size, step.batch)):

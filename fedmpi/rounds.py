@@ -27,41 +27,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .aggregate.clock import PHASES
 from .aggregate.compress import nothing_unsent
 from .aggregate.exchange import Tile, exchange
-from .aggregate.sums import Sums, Totals
+from .aggregate.sums import PHASES, Sums, Totals
 from .algorithms import Algorithm
 from .cohort import Work, draw
 from .comm import Comm
 from .errors import CommonError, RunError, UserError
 from .flat import Layout
-from .local import LocalRule
+from .local import LocalRule, Update
 from .local.memory import Memory
-from .local.update import Update
 from .meta import take_meta_step
 
 
 @dataclass(frozen=True)
 class State:
     """What outlives a round. It is consistent between rounds. The next round moves its tensors in place, so copy what
-    you want to keep."""
+    you want to keep. `unsent` are this rank's rounding errors with `--wire bf16`: `sums` of every slice, in units of
+    the mean, and `model` of its own slice."""
 
-    round: int
-    """rounds done"""
-    model_N: Tensor
-    """the whole model, the same on every rank"""
-    ints: Tensor
-    """the model's integer buffers"""
-    moments: dict[str, Tensor]
-    """the server's moments, of this rank's slice"""
-    shared: dict[str, Tensor] = field(default_factory=dict)
-    """the vectors that channels of the client rule move, the same on every rank (SCAFFOLD's c)"""
-    memory: Memory = field(default_factory=Memory)
-    """what this rank's home clients have kept (SCAFFOLD's c_n)"""
+    round: int  # rounds done
+    model_N: Tensor  # the whole model, the same on every rank
+    ints: Tensor  # the model's integer buffers
+    moments: dict[str, Tensor]  # the server's moments, of this rank's slice
+    shared: dict[str, Tensor] = field(default_factory=dict)  # moved by channels, the same on every rank (SCAFFOLD's c)
+    memory: Memory = field(default_factory=Memory)  # what this rank's home clients have kept (SCAFFOLD's c_n)
     unsent: dict[str, Tensor] = field(default_factory=dict)
-    """with `--wire bf16`, this rank's rounding errors: `sums` of every slice, in units of the mean, and `model` of its
-    own slice"""
 
     def vectors(self, comm: Comm) -> dict[str, Tensor]:
         """Return this rank's part of every vector by its name in a checkpoint, as views."""
@@ -86,7 +77,8 @@ class Plan:
 
 @dataclass(frozen=True)
 class Report:
-    """The numbers of a round, the same on every rank; `seconds` are means over the ranks."""
+    """The numbers of a round, the same on every rank; `seconds` are means over the ranks. `client_bytes_*` is what the
+    clients would send to and receive from a server (`traffic`); None in records of older versions."""
 
     round: int
     clients: int
@@ -94,20 +86,14 @@ class Report:
     train_loss: float
     kept: float
     agreement: float
-    bytes_sent: int
-    """what the ranks sent each other; 0 on one rank"""
+    bytes_sent: int  # what the ranks sent each other; 0 on one rank
     seconds: dict[str, float]
     client_bytes_up: int | None = None
-    """what the clients of the round would upload to a server (`traffic`); None in records of older versions"""
     client_bytes_down: int | None = None
-    """what they would download"""
-    test_metric: float | None = None
-    """the objective's metric on the test set, in rounds that are evaluated"""
+    test_metric: float | None = None  # the objective's metric on the test set, in rounds that are evaluated
     test_loss: float | None = None
-    metric: str = "accuracy"
-    """what test_metric is"""
-    measures: dict[str, Any] = field(default_factory=dict)
-    """further measurements (--evaluate), by their names in metrics.jsonl"""
+    metric: str = "accuracy"  # what test_metric is
+    measures: dict[str, Any] = field(default_factory=dict)  # further ones (--evaluate), by their names in metrics.jsonl
 
     @property
     def test_accuracy(self) -> float | None:
@@ -150,8 +136,7 @@ class Observer(Protocol):
 
 
 class Stats:
-    """Counts over this rank's slice, on its device: elements with mask 1, and the sum of |votes|; integers in
-    float64."""
+    """Counts over this rank's slice: elements with mask 1, and the sum of |votes|; integers in float64."""
 
     def __init__(self, device: torch.device) -> None:
         self.kept, self.votes = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(2))
@@ -159,12 +144,8 @@ class Stats:
     def count(self, tile: Tile, mask: Tensor) -> None:
         """Count a tile; this makes its votes absolute, as nothing reads their signs any more."""
         self.kept.add_(mask.floor().sum())
-        self.votes.add_(add_votes(tile.votes.abs_()))
-
-
-def add_votes(sizes_S: Tensor) -> Tensor:
-    """Return the sum of |votes| of a tile; int8 votes via float32, which is faster and exact (2**17 * 127 < 2**24)."""
-    return sizes_S.float().sum() if sizes_S.dtype == torch.int8 else sizes_S.sum(dtype=torch.int64)
+        sizes = tile.votes.abs_()  # int8 via float32 is faster, and exact: 2**17 * 127 < 2**24
+        self.votes.add_(sizes.float().sum() if sizes.dtype == torch.int8 else sizes.sum(dtype=torch.int64))
 
 
 def begin(
@@ -175,7 +156,7 @@ def begin(
     comm.broadcast(start_N)
     if ints.numel():
         comm.broadcast(ints)
-    length, rule = start_N.numel() // comm.size, algorithm.local
+    length, rule, device = start_N.numel() // comm.size, algorithm.local, clients.device
     model_N = comm.vector(length, start_N.device)
     comm.own(model_N).copy_(comm.own(start_N))
     comm.gather(model_N)
@@ -183,10 +164,7 @@ def begin(
         round=0,
         model_N=model_N,
         ints=ints,
-        moments={
-            name: torch.full((length,), value, device=clients.device)
-            for name, value in algorithm.server.moments.items()
-        },
+        moments={name: torch.full((length,), value, device=device) for name, value in algorithm.server.moments.items()},
         shared={c.name: comm.vector(length, start_N.device) for c in rule.sends if c.to == "shared"},
         memory=Memory(rule.keeps, clients.layout.params) if memory is None else memory,
         unsent=nothing_unsent(start_N, length) if wire == "bf16" else {},
@@ -235,14 +213,14 @@ def run_round(
 ) -> tuple[State, Report]:
     """Run one round of any algorithm. Collective."""
     t = state.round + 1
-    at_home = bool(algorithm.local.keeps)
-    cohort = draw(plan.seed, t, clients.sizes, plan.cohort, comm.size, plan.work, at_home)
+    cohort = draw(
+        plan.seed, t, clients.sizes, plan.cohort, comm.size, plan.work, at_home=bool(algorithm.local.keeps)
+    )
     sums.reset(cohort, t, state.ints)
     state.memory.discard()
 
     # 1. Train this rank's clients. Each update is added to the sums and forgotten.
-    mine = [cohort.cids[i] for i in cohort.at(comm.rank)]
-    for update in clients.train(mine, state, algorithm.local, plan.work):
+    for update in clients.train(cohort.on(comm.rank), state, algorithm.local, plan.work):
         if sums.add(update):
             state.memory.stage(update.cid, update.result.keeps)
 
@@ -257,8 +235,7 @@ def run_round(
     # 4. The slices are one model again. The meta step follows, and what clients keep becomes final.
     if algorithm.meta is not None and sums.meta is not None:
         with sums.clock("meta"):
-            params = clients.layout.params
-            take_meta_step(state.model_N, state.ints, t, algorithm.meta, clients, sums.meta, comm, params)
+            take_meta_step(state.model_N, state.ints, t, algorithm.meta, clients, sums.meta, comm)
     state.memory.commit()
     return state, summarise(state, stats, totals, sums, comm)
 
@@ -282,8 +259,7 @@ def traffic(rule: LocalRule, layout: Layout, totals: Totals) -> tuple[int, int]:
     """Return the bytes that the clients of a round would upload to a server and download from it.
 
     Every client drawn downloads the model with its buffers, in float32, and the vectors that all clients read. One that
-    delivers uploads its delta, buffers included, and a vector per channel. Votes and squares are functions of a delta,
-    so a mask adds nothing; a client's memory never travels; single numbers (samples, loss, steps) are not counted.
+    delivers uploads its delta, buffers included, and a vector per channel. Single numbers are not counted.
     """
     model, vector = 4 * layout.length + 8 * totals.ints.numel(), 4 * layout.params
     shared = sum(channel.to == "shared" for channel in rule.sends)
@@ -292,13 +268,12 @@ def traffic(rule: LocalRule, layout: Layout, totals: Totals) -> tuple[int, int]:
 
 
 def summarise(state: State, stats: Stats, totals: Totals, sums: Sums, comm: Comm) -> Report:
-    """Return the report of a round over all ranks; raise an error on all of them if the model is not finite on one.
-    Collective."""
+    """Return the report of a round over all ranks; all of them raise if the model is not finite on one. Collective."""
     sound = bool(comm.own(state.model_N).sum().isfinite()) and bool(stats.kept.isfinite())
-    kept_here = int(stats.kept) if sound else 0
+    kept = int(stats.kept) if sound else 0
     microseconds = [round(sums.clock.seconds[phase] * 1e6) for phase in PHASES]
     sent = comm.sent - sums.sent_before
-    counts = torch.tensor([not sound, kept_here, int(stats.votes), sent, *microseconds], dtype=torch.int64)
+    counts = torch.tensor([not sound, kept, int(stats.votes), sent, *microseconds], dtype=torch.int64)
     comm.sum(counts)
     spoilt, kept, votes, bytes_sent, *times = counts.tolist()
     if spoilt:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .errors import UserError, raised, unknown
-from .knobs import VARIANTS, Adaptive, Heavy, ServerKnobs
+from .knobs import VARIANTS, ServerKnobs
 from .plugins import find, refuse
 
 __all__ = ["RULES", "VARIANTS", "VARIED", "Moments", "ServerKnobs", "ServerRule", "make_server"]
@@ -44,7 +44,7 @@ class ServerRule:
 VARIED = ("adam", "yogi", "adagrad")  # the rules that have variants
 
 
-def sgd(knobs: Heavy) -> ServerRule:
+def sgd(knobs: ServerKnobs) -> ServerRule:
     """FedAvg: w += lr * m * d. With momentum (FedAvgM): z = momentum * z + d and w += lr * m * z."""
 
     def step(w: Tensor, d: Tensor, m: Tensor, moments: Moments, t: int) -> None:
@@ -58,7 +58,7 @@ def sgd(knobs: Heavy) -> ServerRule:
 
 
 def adaptive(
-    knobs: Adaptive, grow: Callable[[Tensor, Tensor, float], object], first_moment: bool = True
+    knobs: ServerKnobs, grow: Callable[[Tensor, Tensor, float], object], first_moment: bool = True
 ) -> ServerRule:
     """w += lr * m * z / (sqrt(v) + eps), where `grow(v, d^2, b2)` moves v, and z is the running mean of d (or d
     itself)."""
@@ -81,17 +81,17 @@ def adaptive(
     return ServerRule(start | ({"z": 0.0} if first_moment else {}), step)
 
 
-def adam(knobs: Adaptive) -> ServerRule:
+def adam(knobs: ServerKnobs) -> ServerRule:
     """FedAdam: v = b2 v + (1 - b2) d^2."""
     return adaptive(knobs, lambda v, square, b2: v.mul_(b2).add_(square.mul_(1 - b2)))
 
 
-def yogi(knobs: Adaptive) -> ServerRule:
+def yogi(knobs: ServerKnobs) -> ServerRule:
     """FedYogi: v = v - (1 - b2) d^2 sign(v - d^2): v follows d^2 by steps of the size of d^2."""
     return adaptive(knobs, lambda v, square, b2: v.sub_((v - square).sign_().mul_(square).mul_(1 - b2)))
 
 
-def adagrad(knobs: Adaptive) -> ServerRule:
+def adagrad(knobs: ServerKnobs) -> ServerRule:
     """FedAdagrad: v = v + d^2, no first moment."""
     return adaptive(knobs, lambda v, square, b2: v.add_(square), first_moment=False)
 
@@ -144,8 +144,6 @@ def try_out(name: str, rule: ServerRule) -> None:
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        raise UserError(
-            f"server rule '{name}' raised {raised(error)} in a step on six elements"
-        ) from error
+        raise UserError(f"server rule '{name}' raised {raised(error)} in a step on six elements") from error
     if not torch.equal(whole, parts):
         raise UserError(f"server rule '{name}' is not elementwise: each rank has a slice of the model and no more")

@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "cohort": BASE,
     "algorithms": BASE | {"local", "masks", "server"},
     "aggregate": BASE | {"cohort", "comm", "flat", "layers", "local"},
-    "meta": BASE | {"aggregate", "algorithms", "comm"},
+    "meta": BASE | {"aggregate", "algorithms", "comm", "flat"},
     "rounds": FEDERATION | {"meta"},
     "data": BASE,
     "models": BASE,
@@ -51,8 +51,7 @@ READING: dict[str, tuple[str, ...]] = {
     "cohort.py": ("Work", "Cohort", "draw", "load", "place"),
     "local/sgd.py": (),
     "local/descent.py": ("Descent", "Stepped", "clipping"),
-    "local/job.py": ("Job", "LocalResult", "LocalRule"),
-    "local/update.py": (),
+    "local/job.py": ("Job", "LocalResult", "Update", "LocalRule"),
     "masks.py": ("Mask", "quorum", "at_least", "gma"),
     "server.py": ("ServerRule", "sgd"),
     "algorithms.py": ("Algorithm", "Row"),
@@ -60,8 +59,6 @@ READING: dict[str, tuple[str, ...]] = {
     "aggregate/mean.py": (),
     "aggregate/sums.py": (),
     "aggregate/exchange.py": (),
-    "aggregate/tiling.py": (),
-    "aggregate/clock.py": (),
     "comm/base.py": ("Rows", "Comm"),
 }
 """what one must read for a round of FedAvg with GMA: file -> its header and these definitions; () is all of it"""

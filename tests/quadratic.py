@@ -28,8 +28,7 @@ from fedmpi.comm import Comm
 from fedmpi.comm.threads import run_threads
 from fedmpi.data import Partition
 from fedmpi.flat import Layout
-from fedmpi.local import LocalResult, LocalRule
-from fedmpi.local.update import Update
+from fedmpi.local import LocalResult, LocalRule, Update
 from fedmpi.rounds import Plan, Report, State, begin
 
 NO_INTS = torch.zeros(0, dtype=torch.int64)

@@ -28,7 +28,7 @@ def test_counts_by_hand() -> None:
     votes = LayerVotes(spans(3, 2), 2, CPU)
     votes.add([(0, torch.tensor([2, -2], dtype=torch.int8)), (2, torch.tensor([0, 1, -1], dtype=torch.int8))])
     assert votes.counts.tolist() == [[1, 0, 2], [0, 2, 0]]
-    (first, a), (second, b) = votes.within(1, 3)
+    (first, a), (second, b) = votes.of_tile(1, 3)
     assert (first.name, first.start, first.size, a) == ("layer0", 0, 3, slice(0, 2))
     assert (second.name, second.start, second.size, b) == ("layer1", 3, 2, slice(2, 3))
 
@@ -50,7 +50,7 @@ def test_a_quantile_is_that_of_the_sorted_votes_however_they_are_cut(
     counts = LayerVotes(spans(len(votes)), 5, CPU)
     at = [0, *sorted(min(c, len(votes)) for c in cuts), len(votes)]
     counts.add((low, torch.tensor(votes[low:high], dtype=torch.int8)) for low, high in zip(at, at[1:], strict=False))
-    layer = next(layer for layer, _ in counts.within(0, len(votes)))
+    layer = next(layer for layer, _ in counts.of_tile(0, len(votes)))
     found, sizes = layer.quantile(share), sorted(map(abs, votes))
     assert sum(v <= found for v in sizes) >= share * len(sizes) - 1e-3
     assert found == 0 or sum(v <= found - 1 for v in sizes) < share * len(sizes) + 1e-3

@@ -132,7 +132,7 @@ def test_a_diverged_model_fails_on_every_rank_with_the_same_message(size: int, s
         before = state.model_N.clone()
         sums = make_sums(plan(), algo, task, comm, state.model_N)
         with pytest.raises(CommonError) as caught:
-            take_meta_step(state.model_N, state.ints, 7, algo.meta, task, sums.meta, comm, task.layout.params)
+            take_meta_step(state.model_N, state.ints, 7, algo.meta, task, sums.meta, comm)
         return str(caught.value), torch.equal(before.nan_to_num(), state.model_N.nan_to_num())
 
     results = run_threads(size, work)

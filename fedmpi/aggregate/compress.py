@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Comm, Rows, Wait
-from .tiling import tiles
+from ..flat import tiles
 
 BF16 = torch.bfloat16
 
@@ -37,8 +37,7 @@ class Compressor:
         self.comm, self.sums = comm, sums
         self.update = comm.update(model_N, BF16)
         self.before_S = None if self.update is None else torch.zeros(slice_length, device=model_N.device)
-        self.flushed = False
-        """whether errors that a run on another number of ranks left were added to rows and slices that do not travel"""
+        self.flushed = False  # whether errors left by a run on other ranks were added to rows that do not travel
 
     def round_sums(self, unsent_N: Tensor, weight: int, bucket: slice) -> None:
         """Round a bucket of every row that is sent."""

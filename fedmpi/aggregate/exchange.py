@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from ..comm import Comm, Wait
+from ..flat import even_slices, tiles
 from ..layers import LayerVotes, trained_spans
 from .sums import FRACTION_BITS, SQUARE_FRACTION_BITS, Accumulator, Sums, Totals
-from .tiling import even_slices, tiles
 
 TILE = 1 << 17
 BUCKETS, SMALLEST = 4, 1 << 18  # how many, and their smallest size in elements
@@ -50,12 +50,11 @@ class Model(Protocol):
 
 @dataclass(frozen=True)
 class Averages:
-    """Mean, votes and mean square of elements start..stop of the full vector; `own` is where they lie in this rank's
-    slice. The caller may overwrite the tensors."""
+    """Mean, votes and mean square of elements start..stop of the full vector. The caller may overwrite the tensors."""
 
     start: int
     stop: int
-    own: slice
+    own: slice  # where they lie in this rank's slice
     mean: Tensor
     votes: Tensor | None = None
     square: Tensor | None = None
@@ -69,21 +68,15 @@ class Tile:
     params: Tensor
     mean: Tensor
     votes: Tensor
-    square: Tensor | None
-    """the weighted mean of the squared deltas, if the mask reads it"""
-    moments: Mapping[str, Tensor]
-    """the server's moments"""
-    layers: LayerVotes
-    """votes of whole layers, if the mask reads them"""
+    square: Tensor | None  # the weighted mean of the squared deltas, if the mask reads it
+    moments: Mapping[str, Tensor]  # the server's
+    layers: LayerVotes  # votes of whole layers, if the mask reads them
 
 
 def exchange(sums: Sums, totals: Totals, state: Model, layers: bool = False) -> Iterator[Tile]:
     """Yield this rank's slice of the parameters tile by tile, with mean and votes, for the caller to move. A finished
     bucket is sent to all ranks while the next one is yielded. Collective: every rank must take every tile; then `state`
-    holds the whole new model.
-
-    Buffers are averaged here, never masked and never touched by the server's rule. `layers` asks for the votes of whole
-    layers, which are counted before the first tile.
+    holds the whole new model. Buffers are averaged here. `layers` asks for the votes of whole layers.
     """
     comm, clock, rule, params = sums.comm, sums.clock, sums.rule, sums.layout.params
     clock.switch("reduce")
@@ -157,9 +150,9 @@ def reduce(
     """Yield the buckets of this rank's slice as they arrive, each with its averages tile by tile. Collective: every
     rank must take all of them.
 
-    `weight` is the weight of the clients that delivered, over all ranks; `one_each` says that no rank hosts more than
-    one client. The accumulators in `others` travel in the same exchange; `averaged` reads them afterwards. `prepare` is
-    called for each bucket before it is sent. `look` gets all votes of the slice before the first bucket is yielded.
+    `weight` is the weight that was delivered, over all ranks; `one_each`: no rank hosts more than one client. The
+    accumulators in `others` travel in the same exchange; `averaged` reads them afterwards. `prepare` is called for each
+    bucket before it is sent. `look` gets all votes of the slice before the first bucket is yielded.
     """
     send_votes = not deltas.travels or deltas.exact or bool(deltas.sums.out) or not one_each
     rows = [rows for rows in deltas.rows if send_votes or rows is not deltas.votes]
@@ -176,25 +169,17 @@ def reduce(
 
 def buckets(length: int, travels: bool) -> list[slice]:
     """Return the buckets of a slice: a few if it travels and is long enough, else one."""
-    most = max(-(-length // BUCKETS), SMALLEST) if travels else length
-    return list(even_slices(length, most))
+    return list(even_slices(length, max(-(-length // BUCKETS), SMALLEST) if travels else length))
 
 
 def averaged(
-    comm: Comm,
-    sums: Accumulator,
-    params: int,
-    weight: int,
-    votes_came: bool = True,
-    bucket: slice | None = None,
+    comm: Comm, sums: Accumulator, params: int, weight: int, votes_came: bool = True, bucket: slice | None = None
 ) -> Iterator[Averages]:
-    """Yield this rank's slice of exchanged sums, or a bucket of it, tile by tile. Votes that were not sent are read
-    off the sums."""
+    """Yield this rank's slice of exchanged sums, or a bucket of it, tile by tile."""
     first = comm.rank * sums.slice
     for own in cut(first, bucket or slice(0, sums.slice), params):
-        votes = square = None
-        if sums.votes is not None:
-            votes = votes_at(sums, own, votes_came)
+        square = None
+        votes = None if sums.votes is None else votes_at(sums, own, votes_came)
         if sums.squares is not None and first + own.start < params:
             square = mean_of(add_up([row[own] for row in sums.squares.theirs]), sums, weight, SQUARE_FRACTION_BITS)
         mean = mean_of(add_up([widened(row[own]) for row in sums.sums.theirs]), sums, weight, FRACTION_BITS)

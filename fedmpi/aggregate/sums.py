@@ -1,30 +1,29 @@
-"""What a rank accumulates over its clients: a weighted sum of their deltas, a sum of the signs (votes), a weighted sum
-of the squares if the mask reads them, and a weighted sum per further vector (channel) that the client rule sends. An
-update is added and forgotten.
+"""What a rank accumulates over its clients: weighted sums of their deltas, of the squares if the mask reads them and of
+each further vector (channel) that the rule sends, and a sum of the signs (votes). An update is added and forgotten.
 
 N: the full padded vector.  Weights are whole numbers (a client's samples); `total` is the planned weight of the cohort.
-
-Two kinds of sum:
 
 exact    int64 fixed point. A client contributes round(delta * weight / total * 2**44). Integers add up the same in any
          order, so the sum is the same bits on any number of ranks, in any placement, over any transport. Resolution:
          2**-44 (6e-14) of the mean, or 2**-53 of a delta if that is more. Range: |delta| < 2**17 (131072). The
-         weights of a cohort add up to at most `total`, so the sum stays below 2**61: it never wraps. A delta outside
-         the range makes its client unusable.
+         weights of a cohort add up to at most `total`, so the sum stays below 2**61: it never wraps.
 float32  the sum of weight * delta in float32: half the bytes, and rounding that depends on the order. Weights are
          whole numbers >= 1, so the product of a tiny delta never vanishes and its sign can be read off the product.
          Range: |delta| * total < 1.7e38.
 
-Votes are counted from the delta itself, never from its rounded product, in int8 up to 127 clients in the cohort and
-int32 beyond (NCCL has no int16). Squares are summed like the deltas, in fixed point with a finer unit, 2**-53, because
-they are small: a delta of 1e-7 still counts. If squares are summed, a parameter's delta must stay below 2**4.
-Elementwise work runs over the vector in tiles that fit the cache.
+A delta outside the range makes its client unusable. Votes are counted from the delta itself, never from its rounded
+product, in int8 up to 127 clients in the cohort and int32 beyond (NCCL has no int16). Squares are summed like the
+deltas, with a finer unit, 2**-53, because they are small; a parameter's delta must then stay below 2**4.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -33,23 +32,43 @@ from torch import Tensor
 from ..cohort import Cohort
 from ..comm import Comm, Rows
 from ..errors import CommonError, UserError, unknown
-from ..flat import Layout
-from ..local import LocalResult, LocalRule
-from ..local.update import Update
-from .clock import Clock
+from ..flat import Layout, tiles
+from ..local import LocalResult, LocalRule, Update
 from .compress import Compressor
-from .tiling import tiles
 
 log = logging.getLogger("fedmpi")
 
-FRACTION_BITS = 44
-RANGE_BITS = 17
-SQUARE_FRACTION_BITS = 53
-SQUARE_RANGE_BITS = 4
+FRACTION_BITS, RANGE_BITS = 44, 17
+SQUARE_FRACTION_BITS, SQUARE_RANGE_BITS = 53, 4
 SUMS = ("exact", "float32")
 WIRES = ("float32", "bf16")
 UNIT = 2.0**40  # losses and steps are summed in units of 1 / UNIT: the same bits on any number of ranks
 MOST = 2.0**20  # bound of a loss and of steps
+PHASES = ("local", "wait", "reduce", "server", "gather", "meta")
+
+
+class Clock:
+    """Seconds by phase of a round: a stopwatch that is always in one phase, or in none."""
+
+    def __init__(self, phase: str | None = None) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.phase, self.began = phase, time.perf_counter()
+
+    def switch(self, phase: str | None) -> None:
+        """End the current phase, and start another."""
+        now = time.perf_counter()
+        if self.phase is not None:
+            self.seconds[self.phase] += now - self.began
+        self.phase, self.began = phase, now
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Time a block as a phase; the phase before it ends."""
+        self.switch(phase)
+        try:
+            yield
+        finally:
+            self.switch(None)
 
 
 class Unusable(Exception):
@@ -93,8 +112,7 @@ class Accumulator:
         self.sums = comm.rows(slice_length, number, device, torch.bfloat16 if wire == "bf16" else None)
         self.votes = comm.rows(slice_length, torch.int8 if cohort <= 127 else torch.int32, device) if votes else None
         self.squares = comm.rows(slice_length, number, device) if squares else None
-        self.travels = len(self.sums.shared or ()) < comm.size - 1
-        """whether any row is sent rather than shared"""
+        self.travels = len(self.sums.shared or ()) < comm.size - 1  # whether any row is sent rather than shared
         self.reset(total=1)
 
     @property
@@ -115,9 +133,7 @@ class Accumulator:
     @property
     def limit(self) -> float:
         """Return the bound that an element of a delta must stay below."""
-        if self.exact:
-            return float(2**RANGE_BITS)
-        return torch.finfo(torch.float32).max / 2 / self.total
+        return float(2**RANGE_BITS) if self.exact else torch.finfo(torch.float32).max / 2 / self.total
 
     def check(self, x: Tensor) -> None:
         """Raise `Unusable` for a vector that cannot be averaged."""
@@ -128,8 +144,7 @@ class Accumulator:
 
     def add(self, x: Tensor, weight: int, defer: bool = False) -> None:
         """Add one client's vector, which has passed `check`; missing elements at its end count as zero. With `defer` it
-        is counted but left for `fold`: x must stay unchanged until then. An error in here spoils the sums and ends the
-        run."""
+        is counted but left for `fold`: x must stay unchanged until then."""
         if weight < 1 or self.weight + weight > self.total:
             raise ValueError(f"weight {weight} on top of {self.weight} does not fit a cohort of {self.total}")
         self.weight += weight
@@ -192,14 +207,10 @@ class Totals:
 
     weight: int
     loss: float
-    used: tuple[int, ...]
-    """the clients whose updates count"""
-    dropped: tuple[int, ...]
-    """the clients that were left out"""
-    ints: Tensor
-    """the elementwise maximum of the clients' integer buffers"""
-    steps: float = 1.0
-    """the weighted mean of the steps that a normalised rule divided by"""
+    used: tuple[int, ...]  # the clients whose updates count
+    dropped: tuple[int, ...]  # those that were left out
+    ints: Tensor  # the elementwise maximum of the clients' integer buffers
+    steps: float = 1.0  # the weighted mean of the steps that a normalised rule divided by
 
     @property
     def clients(self) -> int:
@@ -210,11 +221,10 @@ class Totals:
         """Raise an error, on every rank, if fewer than `least` clients delivered a usable update."""
         if self.clients >= least:
             return
-        dropped = ", ".join(map(str, self.dropped))
         raise CommonError(
             f"round {round}: {self.clients} of {self.clients + len(self.dropped)} clients delivered a usable update, "
-            f"but min_clients is {least}; left out: {dropped}. The logs of their ranks say why. If an update "
-            "or a loss is too large, try a lower --local.lr; scale numeric targets to about 1"
+            f"but min_clients is {least}; left out: {', '.join(map(str, self.dropped))}. The logs of their ranks say "
+            "why. If an update or a loss is too large, try a lower --local.lr; scale numeric targets to about 1"
         )
 
 
@@ -244,9 +254,7 @@ class Sums:
         self.comm, self.rule, self.layout, self.clients = comm, rule, layout, clients
         squared = layout.params if squares else 0
         self.deltas = Accumulator(comm, length, cohort, kind, device, squares=squared, wire=wire)
-        self.channels = {
-            channel.name: Accumulator(comm, length, cohort, "exact", device, votes=False) for channel in rule.sends
-        }
+        self.channels = {c.name: Accumulator(comm, length, cohort, "exact", device, votes=False) for c in rule.sends}
         self.meta = Accumulator(comm, length, 1, "exact", device, votes=False) if meta else None
         self.compressor: Compressor | None = None
         if wire == "bf16" and model_N is not None:
@@ -256,8 +264,8 @@ class Sums:
         """Start a round: clear the sums and the counts, start the clock."""
         self.cohort, self.round, self.ints = cohort, round, ints
         self.sent_before = self.comm.sent
+        # The weight delivered, the weighted loss and steps in whole units, and a 1 per client that delivered.
         self.counts = torch.zeros(3 + len(cohort.cids), dtype=torch.int64)
-        """the weight delivered, the weighted loss and steps in whole units, and a 1 per client that delivered"""
         self.deltas.reset(cohort.total)
         for channel in self.rule.sends:
             self.channels[channel.name].reset(cohort.total if channel.to == "model" else self.clients)
@@ -307,9 +315,8 @@ class Sums:
         with self.clock("wait"):
             self.comm.sum(self.counts)
         weight, loss, steps, *delivered = self.counts.tolist()
-        cids = self.cohort.cids
-        used = tuple(cid for cid, mark in zip(cids, delivered, strict=True) if mark)
-        dropped = tuple(cid for cid, mark in zip(cids, delivered, strict=True) if not mark)
+        marked = list(zip(self.cohort.cids, delivered, strict=True))
+        used, dropped = (tuple(cid for cid, mark in marked if bool(mark) == wanted) for wanted in (True, False))
         scale = self.cohort.total / max(weight, 1) / UNIT
         return Totals(weight, loss * scale, used, dropped, largest(self.ints, self.comm), steps * scale)
 

@@ -21,8 +21,7 @@ from ..cohort import Work
 from ..data import Data, Partition
 from ..data.objective import Objective, cross_entropy
 from ..flat import bind, layout_of, read_ints, write_ints
-from ..local import LocalResult, LocalRule
-from ..local.update import Update
+from ..local import LocalResult, LocalRule, Update
 from ..models.kernels.byhand import by_hand
 from ..seeds import generator, torch_seed
 from .execution import PLAIN, Mode

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from ..cohort import Work
 from ..errors import RunError
-from ..local import Job, LocalResult, LocalRule
+from ..local import Job, LocalResult, LocalRule, Update
 from ..local.memory import Memory
-from ..local.update import Update
 
 log = logging.getLogger("fedmpi")
 

@@ -11,32 +11,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .base import Comm, Rows, Update, Wait, agreed, common_trouble, tell_all
     from .node import share_node
-    from .solo import SoloComm
-    from .transports import agree_early, connect, pick
+    from .transports import SoloComm, agree_early, connect, pick
 
-__all__ = [
-    "Comm",
-    "Rows",
-    "SoloComm",
-    "Update",
-    "Wait",
-    "agree_early",
-    "agreed",
-    "common_trouble",
-    "connect",
-    "pick",
-    "share_node",
-    "tell_all",
-]
+__all__ = ["Comm", "Rows", "Update", "Wait", "agreed", "common_trouble", "tell_all"]  # in base
+__all__ += ["SoloComm", "agree_early", "connect", "pick", "share_node"]
 
-_MODULES = {
-    "SoloComm": "solo",
-    "agree_early": "transports",
-    "connect": "transports",
-    "pick": "transports",
-    "share_node": "node",
-}
-"""where a name is defined, if not in base"""
+_MODULES = {"share_node": "node"} | dict.fromkeys(("SoloComm", "agree_early", "connect", "pick"), "transports")
 
 
 def __getattr__(name: str) -> Any:

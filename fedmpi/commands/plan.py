@@ -38,7 +38,7 @@ from ..data import Arrays, Data, Partition
 from ..errors import UserError, one_line
 from ..experiments.tables import Table, lines
 from ..local import LocalRule
-from ..local.update import Update as ClientUpdate
+from ..local import Update as ClientUpdate
 from ..meta import take_meta_step
 from ..plugins.knobs import knob
 from ..rounds import Plan, State, begin, make_sums, move_model
@@ -236,8 +236,8 @@ class Dry:
         move_model(state, algorithm, Totals(cohort.total, 0.0, cohort.cids, (), ints), sums)
         if algorithm.meta is not None and sums.meta is not None:
             step = replace(algorithm.meta, batch=task.meta_size)  # one block, on rank 0: no gradient here
-            clients, params = Blueprint(task, comm.size), task.layout.params
-            take_meta_step(state.model_N, state.ints, 1, step, clients, sums.meta, comm, params)
+            clients = Blueprint(task, comm.size)
+            take_meta_step(state.model_N, state.ints, 1, step, clients, sums.meta, comm)
         return comm.sent - sent, comm.away - away
 
 

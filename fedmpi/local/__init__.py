@@ -1,8 +1,8 @@
 """What a client does: rules that turn a `Job` into a `LocalResult`.
 
 A rule knows no model, no device, no launcher and no configuration object: it sees vectors, batches and a gradient, so
-it can be tested on a parabola. To add one, write a file here, declare its knobs in `knobs.py` and give it a
-row in `RULES`, or name it from outside as `package.module:name`: a function of `LocalKnobs`.
+it can be tested on a parabola. To add one, write a file here, declare its knobs in `knobs.py` and give it a row in
+`RULES`, or name it from outside as `package.module:name`: a function of `LocalKnobs`.
 """
 
 from __future__ import annotations
@@ -14,30 +14,15 @@ from ..knobs import LocalKnobs
 from ..plugins import find, refuse
 from .descent import Descent, clipping, whole_gradient
 from .fedgma2021 import fedgma2021
-from .job import Channel, Job, LocalResult, LocalRule
+from .job import Channel, Job, LocalResult, LocalRule, Update
 from .nova import nova
 from .prox import prox
 from .scaffold import scaffold
 from .sgd import sgd
 from .uga import uga
 
-__all__ = [
-    "RULES",
-    "Channel",
-    "Descent",
-    "Job",
-    "LocalKnobs",
-    "LocalResult",
-    "LocalRule",
-    "fedgma2021",
-    "make_local",
-    "nova",
-    "prox",
-    "scaffold",
-    "sgd",
-    "uga",
-    "whole_gradient",
-]
+__all__ = ["RULES", "Channel", "Descent", "Job", "LocalKnobs", "LocalResult", "LocalRule", "Update", "make_local"]
+__all__ += ["fedgma2021", "nova", "prox", "scaffold", "sgd", "uga", "whole_gradient"]
 
 RULES: Mapping[str, Callable[[LocalKnobs], LocalRule]] = {
     "sgd": lambda k: sgd(k.lr, k.momentum, k.weight_decay, k.clip),

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..knobs import Sgd
+from ..knobs import LocalKnobs
 from ..schedules import Rate, as_rate
 from .job import Job
 
@@ -33,7 +33,7 @@ class Descent:
     clip: float | None = None
 
     @classmethod
-    def of(cls, knobs: Sgd) -> Descent:
+    def of(cls, knobs: LocalKnobs) -> Descent:
         """Return the descent of a rule with these knobs."""
         return cls(knobs.lr, knobs.momentum, knobs.weight_decay, knobs.clip)
 
@@ -54,8 +54,7 @@ class Descent:
         return Stepped(steps, g_P)
 
     def step(self, job: Job, batch: Any, v_P: Tensor, lr: float) -> None:
-        """Take one step of `job.x_P` and the momentum v_P, in place. (torch's fused step is one pass over memory and
-        takes no less time than these two.)"""
+        """Take one step of `job.x_P` and the momentum v_P, in place. (torch's fused step takes no less time.)"""
         torch.add(self.gradient(job, batch), v_P, alpha=self.momentum, out=v_P)
         job.x_P.sub_(v_P, alpha=lr)
 
@@ -80,18 +79,14 @@ class Descent:
         A gradient keeps moving x through the momentum: the last one counts 1, the one before 1 + rho, and so on.
         """
         rho = self.momentum
-        if not rho:
-            return float(steps)
-        return (steps - rho * (1 - rho**steps) / (1 - rho)) / (1 - rho)
+        return (steps - rho * (1 - rho**steps) / (1 - rho)) / (1 - rho) if rho else float(steps)
 
 
-@dataclass(frozen=True)
-class Stepped:
-    """What a descent returns besides x_P: the number of steps, and the gradient of the last one as it was used, which
-    is valid until the next call of `grad`."""
+class Stepped(NamedTuple):
+    """What a descent returns besides x_P."""
 
     steps: int
-    last_P: Tensor | None
+    last_P: Tensor | None  # the gradient of the last step as it was used, valid until the next call of `grad`
 
 
 def clipping(g_P: Tensor, most: float) -> Tensor:

@@ -20,19 +20,14 @@ from .job import Channel, Job, LocalResult, LocalRule
 
 
 def fedgma2021(descent: Descent, gradient: str = "last") -> LocalRule:
-    """SGD that sends where it went through a channel, and a gradient as its delta.
-
-    The gradient is that of a step: clipped, and with the weight decay in it, where the descent says so.
-    """
+    """Return SGD that sends its shift through a channel, and a gradient as a step uses it as its delta."""
     if gradient not in GRADIENTS:
         raise unknown("--local.gradient", gradient, GRADIENTS)
 
     def run(job: Job) -> LocalResult:
-        g_P = None
-        if gradient == "initial":
-            g_P = descent.shape(whole_gradient(job, job.start_P), job.start_P)
-        stepped = descent.run(job)
-        g_P = stepped.last_P if g_P is None else g_P
+        first_P = descent.shape(whole_gradient(job, job.start_P), job.start_P) if gradient == "initial" else None
+        last_P = descent.run(job).last_P
+        g_P = last_P if first_P is None else first_P
         shift_P = job.x_P - job.start_P
         delta_P = job.delta_P.zero_() if g_P is None else torch.neg(g_P, out=job.delta_P)
         return LocalResult(delta_P, sends={"shift": shift_P})

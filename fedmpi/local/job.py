@@ -1,6 +1,6 @@
 """A client's work as a rule sees it, what it delivers, and what a rule declares.
 
-P: the trainable parameters, one flat vector.
+N: the full padded vector.  P: its trainable parameters.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -17,20 +17,14 @@ from ..errors import UserError, unknown
 
 class Job(Protocol):
     """One client's training in one round. Its gradients are functions of a point and a batch: asked twice, they give
-    the same."""
+    the same. `start_P`, `shared` and `memory` are read-only."""
 
-    round: int
-    """1, 2, ..."""
-    start_P: Tensor
-    """the global parameters, to be read only"""
-    x_P: Tensor
-    """the client's own copy of them, to be trained in place"""
-    delta_P: Tensor
-    """memory for the result, until then free to use"""
-    shared: Mapping[str, Tensor]
-    """the vectors that the rule's channels move, the same for every client, to be read only"""
-    memory: Mapping[str, Tensor]
-    """what this client kept of its last round (zeros before its first), to be read only"""
+    round: int  # 1, 2, ...
+    start_P: Tensor  # the global parameters
+    x_P: Tensor  # the client's own copy of them, to be trained in place
+    delta_P: Tensor  # memory for the result, until then free to use
+    shared: Mapping[str, Tensor]  # the vectors that the rule's channels move, the same for every client
+    memory: Mapping[str, Tensor]  # what this client kept of its last round; zeros before its first
 
     def batches(self, leave: int = 0) -> Iterable[Any]:
         """Return this client's batches of this round, in an order that depends on (seed, round, client) alone; `leave`
@@ -52,15 +46,23 @@ class Job(Protocol):
 
 @dataclass(frozen=True)
 class LocalResult:
-    """What a client delivers: delta = where it ended - where it started."""
+    """What a rule delivers for a client: delta = where it ended - where it started."""
 
     delta_P: Tensor
-    steps: float = 1.0
-    """of a rule that is `normalised`: what delta was divided by"""
-    sends: Mapping[str, Tensor] = field(default_factory=dict)
-    """a vector for each channel of the rule"""
-    keeps: Mapping[str, Tensor] = field(default_factory=dict)
-    """what the client will find in its `memory` the next time"""
+    steps: float = 1.0  # of a rule that is `normalised`: what delta was divided by
+    sends: Mapping[str, Tensor] = field(default_factory=dict)  # a vector for each channel of the rule
+    keeps: Mapping[str, Tensor] = field(default_factory=dict)  # what the client finds in its `memory` the next time
+
+
+class Update(NamedTuple):
+    """One client's contribution to a round. `delta_N` lies in the trainer's memory: valid until the next client."""
+
+    cid: int
+    delta_N: Tensor  # the change of parameters and float buffers
+    ints: Tensor  # the model's integer buffers after training
+    loss: float  # the mean training loss
+    result: LocalResult
+    last: bool = False  # whether this rank has no further client in this round
 
 
 @dataclass(frozen=True)
@@ -85,18 +87,14 @@ class LocalRule:
     """What a client does, and what that needs of the federation."""
 
     run: Callable[[Job], LocalResult]
-    sends: tuple[Channel, ...] = ()
-    """the channels next to the delta"""
-    keeps: tuple[str, ...] = ()
-    """the vectors a client keeps from one of its rounds to the next, on its home rank"""
-    normalised: bool = False
-    """whether deltas come divided by `steps`: then the server multiplies by the weighted mean of them"""
+    sends: tuple[Channel, ...] = ()  # the channels next to the delta
+    keeps: tuple[str, ...] = ()  # the vectors a client keeps from one of its rounds to the next, on its home rank
+    normalised: bool = False  # deltas come divided by `steps`; the server multiplies by the weighted mean of them
 
     def __post_init__(self) -> None:
-        kinds = [(self.sends, Channel), (self.keeps, str)]
-        if not callable(self.run) or not all(
-            isinstance(t, tuple) and all(isinstance(v, k) for v in t) for t, k in kinds
-        ):
+        declared = ((self.sends, Channel), (self.keeps, str))
+        sound = (isinstance(given, tuple) and all(isinstance(v, kind) for v in given) for given, kind in declared)
+        if not callable(self.run) or not all(sound):
             raise UserError(
                 "a LocalRule is made of a function of a job, a tuple of Channels that it sends and a tuple of names "
                 "that it keeps; a tuple of one is written with a comma: (Channel('c'),)"

@@ -32,14 +32,10 @@ class Memory:
         self.rows: dict[int, Tensor] = {}
         self.staged: dict[int, Tensor] = {}
         self.spare: list[Tensor] = []
-        self.changed: set[int] = set()
-        """the clients that have kept something since the last `pin`"""
-        self.pinned: set[int] | None = None
-        """ids of the rows that somebody reads"""
-        self.waiting: list[Tensor] = []
-        """rows that have been replaced while somebody reads them"""
-        self.in_memory = self.on_disk = 0
-        """bytes of all rows, of clients and spare ones"""
+        self.changed: set[int] = set()  # the clients that have kept something since the last `pin`
+        self.pinned: set[int] = set()  # ids of the rows that a thread reads
+        self.waiting: list[Tensor] = []  # rows that have been replaced while they are pinned
+        self.in_memory = self.on_disk = 0  # bytes of all rows, of clients and spare ones
 
     def __len__(self) -> int:
         """Return how many clients have kept something."""
@@ -68,7 +64,7 @@ class Memory:
         """Replace what was kept by everything that was staged."""
         for cid in self.staged.keys() & self.rows.keys():
             row = self.rows[cid]
-            (self.waiting if self.pinned and id(row) in self.pinned else self.spare).append(row)
+            (self.waiting if id(row) in self.pinned else self.spare).append(row)
         self.rows |= self.staged
         self.changed |= self.staged.keys()
         self.staged = {}
@@ -88,7 +84,7 @@ class Memory:
     def unpin(self) -> None:
         """Release the pinned rows."""
         self.spare += self.waiting
-        self.waiting, self.pinned = [], None
+        self.waiting, self.pinned = [], set()
 
     def restore(self, cid: int, row: Tensor) -> None:
         """Give a client a row that was saved."""

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedmpi.aggregate.sums import FRACTION_BITS, SQUARE_FRACTION_BITS, SUMS, Accumulator, Unusable
-from fedmpi.aggregate.tiling import TILE, tiles
 from fedmpi.comm import Comm, SoloComm
 from fedmpi.comm.threads import run_threads
 from fedmpi.errors import UserError
+from fedmpi.flat import TILE, tiles
 
 
 def accumulated(deltas: list[list[float]], weights: list[int], how: str, cohort: int = 10) -> Accumulator:

@@ -10,9 +10,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ...aggregate.tiling import tiles
 from ...clients.task import Scored, Task, Total
 from ...errors import RunError, UserError
+from ...flat import tiles
 from ...rounds import State
 
 UNIT = 2.0**20  # sums are whole numbers of 1 / UNIT
