@@ -31,7 +31,7 @@ from .errors import CommonError, UserError
 from .local import LocalRule
 from .masks import Mask
 from .runs.aliases import real_name
-from .runs.build import Given, Prepared, prepare
+from .runs.build import Overrides, RunSpec, prepare
 from .runs.config import Config
 from .runs.log import record
 from .runs.options import as_tree, from_values, plain
@@ -87,27 +87,27 @@ def train(
     place = find_place(os.environ)
     follow_launcher(place, os.environ)
 
-    def ready() -> Prepared:
+    def ready() -> RunSpec:
         given, chosen = choose(model, data, test, algorithm, out, knobs)
         cfg = from_values({"log_to": "none", **chosen, "out": None if out is None else str(out)}, given.row)
         if isinstance(algorithm, Algorithm) and algorithm.meta is not None and not cfg.meta.size:
             raise UserError("the algorithm has a meta step, but meta has no size; give meta={'size': SAMPLES}")
-        prepared = prepare(cfg, given)
-        return replace(prepared, out=None if out is None else prepared.out)
+        spec = prepare(cfg, given)
+        return replace(spec, out=None if out is None else spec.out)
 
     with undisturbed():
         if _connected:
             with agreed(_connected[0].comm):  # a mistake on one rank raises on all
-                prepared = ready()
+                spec = ready()
         else:
-            prepared = agree_early(place, place.launcher == "mpi" or knobs.get("comm") == "mpi", ready)
-        device = settle(prepared.cfg, place)
-        comm = link(prepared.cfg, place, device)
+            spec = agree_early(place, place.launcher == "mpi" or knobs.get("comm") == "mpi", ready)
+        device = settle(spec.cfg, place)
+        comm = link(spec.cfg, place, device)
         with together(comm):
-            outcome = run(prepared, comm, place, device, os.environ, [] if out is None else ASKED)
+            outcome = run(spec, comm, place, device, os.environ, [] if out is None else ASKED)
     reports = [record(report) for report in outcome.history]
     rises = outcome.task.goal.rises
-    return Result(exported(outcome), reports, outcome.cfg, prepared.out, comm.rank, rises)
+    return Result(exported(outcome), reports, outcome.cfg, spec.out, comm.rank, rises)
 
 
 def signature() -> inspect.Signature:
@@ -125,7 +125,7 @@ train.__signature__ = signature()  # type: ignore[attr-defined]
 
 def choose(
     model: Any, data: Any, test: Any, algorithm: Any, out: Any, knobs: Mapping[str, Any]
-) -> tuple[Given, dict[str, Any]]:
+) -> tuple[Overrides, dict[str, Any]]:
     """Return the objects that were passed, and the options that follow from them."""
     if not isinstance(out, str | Path | None):
         raise UserError(f"out is {type(out).__name__}; it must be the name of a folder, or None")
@@ -149,7 +149,7 @@ def choose(
         found: Data | None = None if isinstance(data, str) else data
     else:
         found = of_clients(data, test, chosen)
-    return Given(found, module, made), chosen
+    return Overrides(found, module, made), chosen
 
 
 def check_algorithm(algorithm: Algorithm, knobs: Mapping[str, Any]) -> None:

@@ -24,7 +24,7 @@ from fedmpi.comm import Comm, SoloComm
 from fedmpi.data import Partition
 from fedmpi.masks import MASKS
 from fedmpi.rounds import Plan, Report, State, begin, rounds
-from fedmpi.runs.build import Prepared, prepare
+from fedmpi.runs.build import RunSpec, prepare
 from fedmpi.runs.config import Config, Local, Meta, Server
 from fedmpi.runs.measures.score import evaluate
 
@@ -38,7 +38,7 @@ LOCAL = Local(lr=0.01, batch=4, mu=2.0)
 SERVERS = {"fedgma2021": Server(lr=0.1), "uga": Server(lr=0.1), "fedmeta-uga": Server(lr=0.1)}
 
 
-def ask(algorithm: str, mask: str = "gma", rounds: int = ROUNDS, **changes: Any) -> Prepared:
+def ask(algorithm: str, mask: str = "gma", rounds: int = ROUNDS, **changes: Any) -> RunSpec:
     """An algorithm on the small federation, by a configuration as a user writes it."""
     meta = Meta(size=HELD_OUT, batch=4) if ALGORITHMS[algorithm].defaults.get("meta.size") else Meta()
     server, tau = SERVERS.get(algorithm, Server()), None if algorithm == "fedgma2021" else TAU  # it has its own
@@ -46,12 +46,12 @@ def ask(algorithm: str, mask: str = "gma", rounds: int = ROUNDS, **changes: Any)
     return prepare(replace(cfg, **changes))
 
 
-def plan_of(asked: Prepared, **changes: Any) -> Plan:
+def plan_of(asked: RunSpec, **changes: Any) -> Plan:
     cfg = asked.cfg
     return replace(Plan(cfg.seed, cfg.rounds, COHORT, asked.work), **changes)
 
 
-def task_of(asked: Prepared, ranks: int = 1, make: Callable[[], nn.Module] = norm_model) -> Task:
+def task_of(asked: RunSpec, ranks: int = 1, make: Callable[[], nn.Module] = norm_model) -> Task:
     """A rank's task; held-out samples are taken from the end of client 4 and shared where the algorithm says so.
 
     Make the tasks of several ranks one after another: torch's seed belongs to the process.
@@ -66,7 +66,7 @@ def task_of(asked: Prepared, ranks: int = 1, make: Callable[[], nn.Module] = nor
     return Task(make(), arrays(), whole, seed=11, device=CPU, ranks=ranks, meta=meta)
 
 
-def train(asked: Prepared, task: Task, comm: Comm, plan: Plan | None = None) -> Iterator[tuple[State, Report]]:
+def train(asked: RunSpec, task: Task, comm: Comm, plan: Plan | None = None) -> Iterator[tuple[State, Report]]:
     """The rounds of a fresh run."""
     state = begin(task, asked.algorithm, comm)
     yield from rounds(state, plan or plan_of(asked), asked.algorithm, task, comm)

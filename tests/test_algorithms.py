@@ -32,7 +32,7 @@ from fedmpi.local import Descent, Job, LocalResult, LocalRule, uga
 from fedmpi.local.memory import Memory
 from fedmpi.masks import MASKS
 from fedmpi.rounds import Plan, Report, State, begin, rounds
-from fedmpi.runs.build import Prepared, prepare
+from fedmpi.runs.build import RunSpec, prepare
 from fedmpi.runs.config import Config, Local, Meta, Server
 from fedmpi.server import ServerKnobs, make_server
 
@@ -455,7 +455,7 @@ def test_fedshares_step_is_a_step_on_everybodys_samples_with_a_copy_of_the_share
 # ---- Limits that are FedAvg, on a model with BatchNorm -------------------------------------------------------------
 
 
-def train_on(size: int, asked: Prepared, plan: Plan | None = None, **changes: Any) -> tuple[list[State], list[Report]]:
+def train_on(size: int, asked: RunSpec, plan: Plan | None = None, **changes: Any) -> tuple[list[State], list[Report]]:
     """Every rank's last state and rank 0's reports, of a user's algorithm with some choices replaced."""
     ours, algo = [task_of(asked, size) for _ in range(size)], replace(asked.algorithm, **changes)
 
@@ -639,7 +639,7 @@ def everything_of(states: list[State], reports: list[Report], task: Task) -> dic
     }
 
 
-def victim(asked: Prepared, number: int) -> int:
+def victim(asked: RunSpec, number: int) -> int:
     """A client of a round's cohort."""
     return draw(asked.cfg.seed, number, task_of(asked).partition.sizes, COHORT, 1).cids[2]
 
@@ -703,7 +703,7 @@ def take_up(kept: dict[str, Any], algo: Algorithm, task: Task, comm: Comm) -> St
 def test_four_rounds_are_two_and_two_from_the_state_alone_in_bits(name: str) -> None:
     size, schedules = 2, {"local": Local(lr=0.01, batch=4, schedule="cosine"), "server": Server(schedule="step:2,0.5")}
 
-    def fresh() -> Prepared:
+    def fresh() -> RunSpec:
         return ask(name, "gma", 4, **schedules)
 
     straight = everything_of(*train_on(size, fresh()), task_of(fresh(), size))

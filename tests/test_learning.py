@@ -46,8 +46,8 @@ def test_it_learns_from_clients_with_two_classes(algorithm: str, tmp_path: Path)
     federation = ["--data", "glyphs", "--split", "classes", "--clients", "100", "--cohort", "10", "--model", "lenet"]
     options = ["--algorithm", algorithm, "--rounds", str(rounds), "--eval.every", "2", "--log_to", "none"]
     options += ["--eval.samples", "2000"]
-    prepared = prepare(parse([*federation, *options, "--out", str(tmp_path / "run")]))
-    run(prepared, SoloComm(), Place("alone", 0, 1, 0, 1), torch.device("cpu"), {})
+    spec = prepare(parse([*federation, *options, "--out", str(tmp_path / "run")]))
+    run(spec, SoloComm(), Place("alone", 0, 1, 0, 1), torch.device("cpu"), {})
     tested = [m["test_accuracy"] for m in metrics(tmp_path / "run") if m["test_accuracy"] is not None]
     assert max(tested) > least, tested
     assert tested[0] < max(tested) - 0.2, "with two classes per client it is hard at first"

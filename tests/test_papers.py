@@ -20,7 +20,7 @@ from shell import ALONE, CPU, metrics, sandbox
 from fedmpi.clients.feed import Batch
 from fedmpi.comm import SoloComm
 from fedmpi.data import Arrays, load
-from fedmpi.runs.build import Given, load_data, make_task, prepare
+from fedmpi.runs.build import Overrides, load_data, make_task, prepare
 from fedmpi.runs.config import Config, Eval, Local, Skew
 from fedmpi.runs.run import Outcome, run
 
@@ -116,11 +116,11 @@ def test_every_pair_of_the_papers_learns(
             skew=Skew(classes=2),
             out=str(tmp_path / "run"),
         )
-        prepared = prepare(cfg, Given(data=some_of(whole, samples)))
-        data, partition, meta = load_data(prepared.cfg, prepared.given.data)
-        _, fresh = make_task(prepared, data, partition, meta, 1, CPU)
+        spec = prepare(cfg, Overrides(data=some_of(whole, samples)))
+        data, partition, meta = load_data(spec.cfg, spec.given.data)
+        _, fresh = make_task(spec, data, partition, meta, 1, CPU)
         before = loss_of(fresh, fresh.start()[0])
-        outcome = run(prepared, SoloComm(), ALONE, CPU, {})
+        outcome = run(spec, SoloComm(), ALONE, CPU, {})
         assert outcome.last.clients == 2, "no client was left out"
         assert loss_on_all(outcome) < 0.95 * before
 

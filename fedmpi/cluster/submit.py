@@ -292,16 +292,16 @@ def checked_config(options: SubmitOptions, cfg: Config) -> tuple[Config, Path]:
     """Return a configuration with all names looked up, and its run folder."""
     from ..runs.build import prepare
 
-    prepared = prepare(cfg)
-    if prepared.cfg.comm == "mpi" and options.mpi == "none":
+    spec = prepare(cfg)
+    if spec.cfg.comm == "mpi" and options.mpi == "none":
         kind, fix = "Slurm", "add --mpi pmi2 (MPICH) or --mpi pmix (Open MPI), or use --comm torch"
         if options.executor == "local":
             kind, fix = "local", "use --comm torch, or start it with mpiexec"
         raise UserError(f"--comm is mpi but {kind} jobs start no MPI ranks by themselves; {fix}")
-    assert prepared.out is not None, "a command line always has a folder"
-    out = prepared.out.absolute()
+    assert spec.out is not None, "a command line always has a folder"
+    out = spec.out.absolute()
     check_name(out)
-    return prepared.cfg, out
+    return spec.cfg, out
 
 
 def check_name(out: Path) -> None:

@@ -42,7 +42,7 @@ from ..local import Update as ClientUpdate
 from ..meta import take_meta_step
 from ..plugins.knobs import knob
 from ..rounds import Plan, State, begin, make_sums, move_model
-from ..runs.build import Prepared, load_data, make_task, plan_of, prepare
+from ..runs.build import RunSpec, load_data, make_task, plan_of, prepare
 from ..runs.config import Config
 from ..runs.log import set_up
 from ..runs.malloc import keep_freed_memory
@@ -329,9 +329,9 @@ def status(field: str) -> int:
 
 
 @torch.no_grad()
-def try_step(prepared: Prepared, task: Task, plan: Plan) -> int:
+def try_step(spec: RunSpec, task: Task, plan: Plan) -> int:
     """Return the peak memory of a few client steps and one evaluation batch beyond what was in use before."""
-    algorithm, cfg = prepared.algorithm, prepared.cfg
+    algorithm, cfg = spec.algorithm, spec.cfg
     state = begin(task, algorithm, SoloComm())
     task.delta_N.zero_()  # fresh memory takes no pages until it is written
     task.grad_P.zero_()
@@ -407,12 +407,12 @@ def warnings_of(cohort: int, balance: Balance, ranks: int) -> Iterator[str]:
 
 
 def forecast(
-    prepared: Prepared, task: Task, data: Data, options: PlanOptions, own: tuple[int, int], step: int
+    spec: RunSpec, task: Task, data: Data, options: PlanOptions, own: tuple[int, int], step: int
 ) -> Iterator[Forecast]:
     """Yield the forecast for each world size. `own`: the program's anonymous memory, and its pages of files; `step`:
     the memory of a client's step."""
-    cfg, algorithm, layout = prepared.cfg, prepared.algorithm, task.layout
-    plan = plan_of(prepared)
+    cfg, algorithm, layout = spec.cfg, spec.algorithm, task.layout
+    plan = plan_of(spec)
     at_home = bool(algorithm.local.keeps)
     sizes = task.partition.sizes
     numbers = range(1, min(cfg.rounds, DRAWN) + 1)
@@ -465,17 +465,17 @@ def main(arguments: list[str]) -> int:
     """`fedmpi plan`: print a forecast for each world size; return the exit code."""
     set_up(rank=0, size=1)
     options, rest = read(arguments)
-    prepared = prepare(parse(rest))
-    cfg = prepared.cfg
+    spec = prepare(parse(rest))
+    cfg = spec.cfg
     own = status("RssAnon"), status("RssFile")
     data, partition, meta = load_data(cfg)
     keep_freed_memory()
     torch.set_num_threads(cfg.threads or 1)
-    prepared, task = make_task(prepared, data, partition, meta, 1, torch.device("cpu"))
+    spec, task = make_task(spec, data, partition, meta, 1, torch.device("cpu"))
     notes = []
     step = 0
     try:
-        step = try_step(prepared, task, plan_of(prepared))
+        step = try_step(spec, task, plan_of(spec))
     except (Exception, SystemExit) as error:
         notes.append(f"a client's step could not be tried ({type(error).__name__}: {one_line(error)})")
     if not own[0]:
@@ -484,11 +484,11 @@ def main(arguments: list[str]) -> int:
         notes.append("the memory of your Dataset and its --workers is not counted")
     if on_gpu(cfg):
         notes.append("memory was measured on the CPU; on a GPU vectors, data and activations are in its memory")
-    found = list(forecast(prepared, task, data, options, own, step))
+    found = list(forecast(spec, task, data, options, own, step))
     if options.json:
         print("\n".join(one.as_json() for one in found))
         return 0
-    print(re.sub(r"; 1 rank [^,]*, \d+ threads? each", "", header(prepared, task, SoloComm())) + "\n")
+    print(re.sub(r"; 1 rank [^,]*, \d+ threads? each", "", header(spec, task, SoloComm())) + "\n")
     print("\n".join([*table(found), "", *memory_table(found)]))
     notes = [f"{one.ranks} ranks: {text}" for one in found for text in one.warnings] + notes
     if notes:

@@ -68,7 +68,7 @@ LABELLED = ("classes", "dirichlet", "mixed")  # the splits that deal by label
 
 
 @dataclasses.dataclass(frozen=True)
-class Given:
+class Overrides:
     """What a caller in Python passes as an object instead of by name."""
 
     data: Data | None = None
@@ -82,11 +82,11 @@ class Given:
 
 
 OWN = Row("sgd", "sgd", {"tau": 0.0})
-NOTHING = Given()
+NOTHING = Overrides()
 
 
 @dataclasses.dataclass(frozen=True)
-class Prepared:
+class RunSpec:
     """A configuration that has been checked and whose names have been looked up."""
 
     cfg: Config
@@ -97,12 +97,12 @@ class Prepared:
     sinks: list[str]
     out: Path | None
     """None: nothing is written"""
-    given: Given = NOTHING
+    given: Overrides = NOTHING
     measures: tuple[str, ...] = ()
     """what else is measured (--evaluate)"""
 
 
-def prepare(cfg: Config, given: Given = NOTHING) -> Prepared:
+def prepare(cfg: Config, given: Overrides = NOTHING) -> RunSpec:
     """Check everything that needs neither data nor other ranks; a `UserError` names the first mistake."""
     check(cfg)
     cfg = by_real_names(cfg, given)
@@ -145,10 +145,10 @@ def prepare(cfg: Config, given: Given = NOTHING) -> Prepared:
     measures = tuple(measure_names(cfg.evaluate))
     for name in measures:
         make_measure(name)
-    return Prepared(cfg, algorithm, model, work, sink_names(cfg.log_to), out, given, measures)
+    return RunSpec(cfg, algorithm, model, work, sink_names(cfg.log_to), out, given, measures)
 
 
-def by_real_names(cfg: Config, given: Given) -> Config:
+def by_real_names(cfg: Config, given: Overrides) -> Config:
     """Return the configuration with the real names of rows of our tables: FedAvg is fedavg, Fashion-MNIST fmnist."""
     tables: dict[str, Iterable[str]] = {"algorithm": ALGORITHMS, "mask": MASKS, "split": SPLITS, "model": MODELS}
     tables |= {} if given.data is not None else {"data": DATASETS}
@@ -174,10 +174,10 @@ def default_folder(cfg: Config, row: Row) -> str:
     return "runs/" + re.sub(r"[^\w.-]+", "-", name)
 
 
-def plan_of(prepared: Prepared) -> Plan:
+def plan_of(spec: RunSpec) -> Plan:
     """Return how the rounds of a run are run."""
-    cfg = prepared.cfg
-    return Plan(cfg.seed, cfg.rounds, cfg.cohort, prepared.work, cfg.sum, cfg.min_clients, cfg.wire)
+    cfg = spec.cfg
+    return Plan(cfg.seed, cfg.rounds, cfg.cohort, spec.work, cfg.sum, cfg.min_clients, cfg.wire)
 
 
 def resolve(cfg: Config, row: Row | None = None) -> Config:
@@ -286,23 +286,23 @@ def load_data(cfg: Config, given: Data | None = None) -> tuple[Data, Partition, 
 
 
 def make_task(
-    prepared: Prepared,
+    spec: RunSpec,
     data: Data,
     partition: Partition,
     meta: Ints,
     ranks: int,
     device: torch.device,
-) -> tuple[Prepared, Task]:
+) -> tuple[RunSpec, Task]:
     """Return the model for these data on this rank's device, with weights drawn from the seed unless it was given; and
-    what was prepared, with the model's name if that was left to the data."""
-    cfg, given = prepared.cfg, prepared.given.model
+    the spec, with the model's name if that was left to the data."""
+    cfg, given = spec.cfg, spec.given.model
     name = cfg.model or USUAL[data.kind]
     offers, samples = data.offers, few_samples(data)  # before the seed is set: reading data may draw
     torch.manual_seed(torch_seed(cfg.seed, "model"))
     if given is not None:
         name, row, model = type(given).__name__, ModelRow(lambda: given), given
     else:
-        row = prepared.model or find_model(name)
+        row = spec.model or find_model(name)
         model = make_model(name, row, offers, data.name)
     layouts = ("contiguous", "channels_last")
     layout = layouts[row.channels_last] if cfg.step.layout == "auto" else cfg.step.layout
@@ -326,7 +326,7 @@ def make_task(
     try_mode(task, name, samples, min(cfg.local.batch, int(partition.sizes.max())))
     if isinstance(task, Together):
         task.check(name, samples)
-    return replace(prepared, cfg=cfg), task
+    return replace(spec, cfg=cfg), task
 
 
 def few_samples(data: Data) -> tuple[Tensor, Tensor]:
@@ -355,9 +355,9 @@ def try_model(model: nn.Module, name: str, data: Data, samples: tuple[Tensor, Te
     try_objective(data.goal, outputs, y)
 
 
-def check_memory_folder(prepared: Prepared) -> None:
+def check_memory_folder(spec: RunSpec) -> None:
     """Refuse a folder for clients' memories that this rank cannot write to."""
-    folder = prepared.cfg.memory.folder
+    folder = spec.cfg.memory.folder
     if folder is None:
         return
     try:
@@ -369,10 +369,10 @@ def check_memory_folder(prepared: Prepared) -> None:
         ) from None
 
 
-def make_memory(prepared: Prepared, task: Task) -> Memory:
+def make_memory(spec: RunSpec, task: Task) -> Memory:
     """Return the memory for what this rank's clients keep."""
-    cfg, names = prepared.cfg.memory, prepared.algorithm.local.keeps
-    folder = Path(cfg.folder).expanduser() if cfg.folder else prepared.out or Path(tempfile.gettempdir())
+    cfg, names = spec.cfg.memory, spec.algorithm.local.keeps
+    folder = Path(cfg.folder).expanduser() if cfg.folder else spec.out or Path(tempfile.gettempdir())
     if not folder.is_dir():  # a node may not see the run folder
         folder = Path(tempfile.gettempdir())
         if names:

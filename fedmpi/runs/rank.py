@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..comm import Comm
-    from .build import Prepared
+    from .build import RunSpec
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Rank:
         set_up(place.rank, place.size)
         try:
             asked = "--comm=mpi" in arguments or ("--comm", "mpi") in zip(arguments, arguments[1:], strict=False)
-            prepared = agree_early(place, asked or place.launcher == "mpi", lambda: prepare(parse(arguments)))
-            cfg = prepared.cfg
+            spec = agree_early(place, asked or place.launcher == "mpi", lambda: prepare(parse(arguments)))
+            cfg = spec.cfg
             device = settle(cfg, place)
             comm = connect(cfg.comm, place, device, cfg.timeout, os.environ)
         except AgreedError as error:
@@ -71,7 +71,7 @@ class Rank:
                 time.sleep(5)
             complain(f"rank {place.rank}: {error}" if place.rank else str(error))
             return 2
-        return on_this_rank(prepared, comm, place, device, self.began)
+        return on_this_rank(spec, comm, place, device, self.began)
 
 
 @contextmanager
@@ -97,7 +97,7 @@ def keep_code(code: int) -> None:
         atexit.register(signal.signal, signal.SIGTERM, signal.SIG_IGN)  # no handler runs while Python shuts down
 
 
-def on_this_rank(prepared: Prepared, comm: Comm, place: Place, device: torch.device, began: float) -> int:
+def on_this_rank(spec: RunSpec, comm: Comm, place: Place, device: torch.device, began: float) -> int:
     """Run and exit in good order; a fault on one rank ends all of them. Return the exit code."""
     from ..comm import share_node
     from .run import run
@@ -107,11 +107,11 @@ def on_this_rank(prepared: Prepared, comm: Comm, place: Place, device: torch.dev
     try:
         if device.type == "cpu":
             share_node(comm)
-        run(prepared, comm, place, device, os.environ, signals=ALL, began=began)
+        run(spec, comm, place, device, os.environ, signals=ALL, began=began)
     except Stopped as stop:  # on every rank alike
         keep_code(AGAIN)
         if comm.rank == 0:
-            where = "from there" if prepared.cfg.checkpoint.keep else "from the beginning: --checkpoint.keep is 0"
+            where = "from there" if spec.cfg.checkpoint.keep else "from the beginning: --checkpoint.keep is 0"
             complain(f"stopped after round {stop.round} ({stop.why}); the same command resumes {where}")
         comm.close()
         return AGAIN
@@ -132,7 +132,7 @@ def on_this_rank(prepared: Prepared, comm: Comm, place: Place, device: torch.dev
     except (Exception, SystemExit):  # a sys.exit in here has not finished the run
         complain(who + traceback.format_exc())
         comm.abort(1)
-    if comm.rank == 0 and not prepared.cfg.quiet:
-        print(f"done: {prepared.out}", flush=True)
+    if comm.rank == 0 and not spec.cfg.quiet:
+        print(f"done: {spec.out}", flush=True)
     comm.close()
     return 0

@@ -1,4 +1,4 @@
-"""Run a prepared configuration, up to a run folder with a trained model.
+"""Run a checked configuration, up to a run folder with a trained model.
 
 User errors are found before the first round, and every rank raises the same message. A run that finds its own
 checkpoint in its folder resumes from it; a run that is asked to stop saves first.
@@ -38,7 +38,7 @@ from ..plugins.knobs import knobs
 from ..rounds import Report, State, begin, rounds
 from ..server import VARIED
 from . import folder
-from .build import OWN, Prepared, check_memory_folder, load_data, make_memory, make_task, plan_of
+from .build import OWN, RunSpec, check_memory_folder, load_data, make_memory, make_task, plan_of
 from .checkpoint import Fingerprint, FoundCheckpoint, Progress, Saver, find, restore
 from .config import Config, Step
 from .folder import CONFIG, FINISHED, MODEL, write
@@ -82,7 +82,7 @@ def undisturbed() -> Iterator[None]:
 
 
 def run(
-    prepared: Prepared,
+    spec: RunSpec,
     comm: Comm,
     place: Place,
     device: torch.device,
@@ -93,7 +93,7 @@ def run(
     """Train, from the newest checkpoint if there is one, and write a finished run folder; return the outcome.
     Collective. If one of the signals or the time budget, which counts from `began`, stops the run, every rank raises
     `Stopped`."""
-    cfg, out = prepared.cfg, prepared.out
+    cfg, out = spec.cfg, spec.out
     alike = replace(cfg, quiet=False, verbose=False)  # ranks may print differently
     same_everywhere("configuration", comm, json.dumps(dataclasses.asdict(alike), sort_keys=True).encode())
     check_threads(comm)
@@ -102,19 +102,19 @@ def run(
             folder.check(out)
             check_finished(out, cfg, environ)
     with agreed(comm):
-        data, partition, meta = load_data(cfg, prepared.given.data)
+        data, partition, meta = load_data(cfg, spec.given.data)
     keep_freed_memory(environ)
     with agreed(comm):
-        prepared, task = make_task(prepared, data, partition, meta, comm.size, device)
-        check_memory_folder(prepared)
-    cfg = prepared.cfg
-    seen = Measured(cfg, task, data, plan_of(prepared), Ranks(comm), prepared.given, out)
-    measures = Measures(prepared.measures, seen)
-    rule = "of your own" if isinstance(prepared.given.algorithm, Algorithm) else str(cfg.local.rule)
+        spec, task = make_task(spec, data, partition, meta, comm.size, device)
+        check_memory_folder(spec)
+    cfg = spec.cfg
+    seen = Measured(cfg, task, data, plan_of(spec), Ranks(comm), spec.given, out)
+    measures = Measures(spec.measures, seen)
+    rule = "of your own" if isinstance(spec.given.algorithm, Algorithm) else str(cfg.local.rule)
     if rule not in RULES:
         with agreed(comm):  # after all ranks have made their models: ranks as threads share torch's generator
-            try_rule(rule, prepared.algorithm.local, task, prepared.work)
-    fingerprint = fingerprint_of(prepared, task, data, meta, device)
+            try_rule(rule, spec.algorithm.local, task, spec.work)
+    fingerprint = fingerprint_of(spec, task, data, meta, device)
     compare_ranks(fingerprint, comm)
     taken = ""
     with ExitStack() as stack:
@@ -154,7 +154,7 @@ def run(
             log = Log(
                 out,
                 cfg.rounds,
-                prepared.sinks,
+                spec.sinks,
                 speaks=comm.rank == 0,
                 quiet=cfg.quiet,
                 done=found.round if found else 0,
@@ -162,13 +162,13 @@ def run(
                 records=records,
                 verbose=cfg.verbose,
                 several=comm.size > 1,
-                hidden=("kept",) if cfg.mask == "mean" and prepared.given.row is not OWN else (),  # always 1
+                hidden=("kept",) if cfg.mask == "mean" and spec.given.row is not OWN else (),  # always 1
             )
         stop = Stop(signals, cfg.max_minutes, began, speaks=comm.rank == 0)
         with log:
             with stop, Saver(out, cfg.checkpoint, fingerprint, comm, found) as saver:
-                log.say(folded(header(prepared, task, comm) + note))
-                outcome = train(prepared, task, comm, saver, stop, log, environ, found, measures, records)
+                log.say(folded(header(spec, task, comm) + note))
+                outcome = train(spec, task, comm, saver, stop, log, environ, found, measures, records)
             problem = measure_end(outcome, measures, log)
         if problem:
             raise CommonError(
@@ -179,7 +179,7 @@ def run(
 
 
 def train(
-    prepared: Prepared,
+    spec: RunSpec,
     task: Task,
     comm: Comm,
     saver: Saver,
@@ -191,14 +191,14 @@ def train(
     records: Sequence[Record],
 ) -> Outcome:
     """Run the remaining rounds, log each, save checkpoints when due, and write the results. Collective."""
-    cfg, out, first = prepared.cfg, prepared.out, comm.rank == 0
-    plan = plan_of(prepared)
-    state = begin(task, prepared.algorithm, comm, make_memory(prepared, task), cfg.wire)
+    cfg, out, first = spec.cfg, spec.out, comm.rank == 0
+    plan = plan_of(spec)
+    state = begin(task, spec.algorithm, comm, make_memory(spec, task), cfg.wire)
     reports = [report_of(one) for one in records]
     progress = Progress()
     if found is not None:
         state, progress = restore(found, state, task.layout.length, comm), found.progress
-    training = rounds(state, plan, prepared.algorithm, task, comm, measures.observers)
+    training = rounds(state, plan, spec.algorithm, task, comm, measures.observers)
     for state, report in training:
         last = report.round == cfg.rounds
         scored = last or report.round % cfg.eval.every == 0
@@ -319,9 +319,9 @@ def plain_knobs(cfg: Config) -> dict[str, Any]:
     return {name: value for name, value in knobs(cfg).items() if not dataclasses.is_dataclass(value)}
 
 
-def fingerprint_of(prepared: Prepared, task: Task, data: Data, meta: Ints, device: torch.device) -> Fingerprint:
+def fingerprint_of(spec: RunSpec, task: Task, data: Data, meta: Ints, device: torch.device) -> Fingerprint:
     """Return the fingerprint of a run, which must be the same on every rank and at every start."""
-    cfg, rule, moments = prepared.cfg, prepared.algorithm.local, sorted(prepared.algorithm.server.moments)
+    cfg, rule, moments = spec.cfg, spec.algorithm.local, sorted(spec.algorithm.server.moments)
     config = plain_knobs(cfg) | {"device": device.type}
     partition, labels = task.partition, data.class_labels(needed=False)
     pieces: list[bytes | np.ndarray] = [repr((data.shape, data.samples, data.tests)).encode()]
@@ -421,16 +421,16 @@ def scheduled(schedule: str) -> str:
     return "" if schedule == "constant" else f" ({schedule})"
 
 
-def header(prepared: Prepared, task: Task, comm: Comm) -> str:
+def header(spec: RunSpec, task: Task, comm: Comm) -> str:
     """Return a description of the run in three lines."""
-    cfg = prepared.cfg
+    cfg = spec.cfg
     held = ""
     if cfg.meta.size:
         uses = [f"meta step lr {cfg.meta.lr:g}"] if cfg.meta.lr else []
         uses += ["a copy for every client"] if cfg.meta.share else []
         held = f"; {cfg.meta.size} samples held out ({', '.join(uses) or 'not used'})"
     ranks = f"{plural(comm.size, 'rank')} ({comm.name}), {plural(torch.get_num_threads(), 'thread')} each"
-    made = isinstance(prepared.given.algorithm, Algorithm)
+    made = isinstance(spec.given.algorithm, Algorithm)
     step = replace(cfg.step, together=min(cfg.step.together, cfg.cohort))
     return (
         f"{'an algorithm of your own' if made else rules(cfg)}\n"

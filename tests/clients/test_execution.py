@@ -22,7 +22,7 @@ from fedmpi.clients.task import Task
 from fedmpi.comm import SoloComm
 from fedmpi.errors import UserError
 from fedmpi.models.lenet import LeNet
-from fedmpi.runs.build import Given, load_data, make_task, prepare
+from fedmpi.runs.build import Overrides, load_data, make_task, prepare
 from fedmpi.runs.config import Local, Step
 from fedmpi.runs.run import describe_step, run
 
@@ -86,7 +86,7 @@ def test_a_model_that_cannot_take_a_path_is_refused_before_anything_starts(tmp_p
             assert y.dtype == torch.float32, "digits are missing"
             return y
 
-    given = Given(model=Strict())
+    given = Overrides(model=Strict())
     with pytest.raises(UserError, match="'Strict' cannot be trained with --step.precision bf16: .* digits are missing"):
         run(prepare(settings_of(tmp_path / "x", step=Step(precision="bf16")), given), SoloComm(), ALONE, CPU, {})
     assert not (tmp_path / "x").exists()
@@ -97,7 +97,7 @@ def test_trying_a_path_leaves_the_model_as_it_is(tmp_path: Path) -> None:
     begun = []
     for precision in ("float32", "bf16"):
         data, parts, meta = load_data(settings_of(tmp_path))
-        prepared = prepare(settings_of(tmp_path, step=Step(precision=precision)), Given(model=model))
+        prepared = prepare(settings_of(tmp_path, step=Step(precision=precision)), Overrides(model=model))
         begun.append(make_task(prepared, data, parts, meta, 1, CPU)[1].start())
     assert torch.equal(begun[0][0], begun[1][0]) and torch.equal(begun[0][1], begun[1][1])
     assert repeat(torch.arange(3), 7).tolist() == [0, 1, 2, 0, 1, 2, 0]

@@ -22,7 +22,7 @@ from fedmpi.commands.compare import COLUMNS, row
 from fedmpi.data import Arrays
 from fedmpi.data.objective import CLASSIFY, NEXT, REGRESS, Objective, check_outputs, objective_of
 from fedmpi.errors import UserError
-from fedmpi.runs.build import Given, prepare
+from fedmpi.runs.build import Overrides, prepare
 from fedmpi.runs.config import Config, Eval, Local, Meta
 from fedmpi.runs.run import Outcome, run
 
@@ -222,7 +222,7 @@ def settings(out: Path, **changes: Any) -> Config:
 
 
 def train_on(data: Arrays, cfg: Config, comm: Comm | None = None, model: nn.Module | None = None) -> Outcome:
-    return run(prepare(cfg, Given(data, model)), comm or SoloComm(), ALONE, CPU, {})
+    return run(prepare(cfg, Overrides(data, model)), comm or SoloComm(), ALONE, CPU, {})
 
 
 def finished(out: Path) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from fedmpi.data.objective import CLASSIFY, NEXT, REGRESS
 from fedmpi.data.own import labels_of
 from fedmpi.data.store import moments
 from fedmpi.errors import CommonError, RunError, UserError
-from fedmpi.runs.build import Given, load_data, make_task, prepare
+from fedmpi.runs.build import Overrides, load_data, make_task, prepare
 from fedmpi.runs.config import Config, Eval, Local
 from fedmpi.runs.run import run
 
@@ -371,7 +371,7 @@ SETTINGS = Config(
 
 def train_on(data: Any, out: Path, **changes: Any) -> Any:
     cfg = replace(SETTINGS, out=str(out / "run"), **changes)
-    return run(prepare(cfg, Given(data)), SoloComm(), ALONE, CPU, {})
+    return run(prepare(cfg, Overrides(data)), SoloComm(), ALONE, CPU, {})
 
 
 def test_a_test_label_that_training_never_had_is_refused(patch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -553,9 +553,9 @@ class Drawing(Plain):
 def first_weights(data: Any, out: Path, model: Any, seed: int) -> Tensor:
     """The weights that a model by name starts with, by the run that it makes."""
     cfg = Config(data="mine", split="iid", clients=4, cohort=2, rounds=1, seed=seed, log_to="none", out=str(out))
-    prepared = prepare(cfg, Given(data, model))
-    loaded, partition, meta = load_data(prepared.cfg, data)
-    _, task = make_task(prepared, loaded, partition, meta, 1, CPU)
+    spec = prepare(cfg, Overrides(data, model))
+    loaded, partition, meta = load_data(spec.cfg, data)
+    _, task = make_task(spec, loaded, partition, meta, 1, CPU)
     return task.start()[0]
 
 

@@ -52,7 +52,7 @@ from fedmpi.experiments.attack.command import AttackSettings, attack_run, member
 from fedmpi.experiments.attack.rebuild import Rebuilt, config_of, rebuild, untrained
 from fedmpi.experiments.runs import read_run
 from fedmpi.experiments.stats import wilson
-from fedmpi.runs.build import NOTHING, Given
+from fedmpi.runs.build import NOTHING, Overrides
 from fedmpi.runs.config import Config, Eval, Local, Meta
 from fedmpi.seeds import attack_generator
 
@@ -576,11 +576,11 @@ def test_objects_of_a_python_program_must_be_handed_over_again(tmp_path: Path, c
         )
         assert not (tmp_path / name / "attack.json").exists()
     weights = {name: t.clone() for name, t in model.state_dict().items()}
-    both = attack_run(tmp_path / "both", settings=SMALL, given=Given(data=arrays, model=model))
-    assert both == attack_run(tmp_path / "model", settings=SMALL, given=Given(model=model))
+    both = attack_run(tmp_path / "both", settings=SMALL, given=Overrides(data=arrays, model=model))
+    assert both == attack_run(tmp_path / "model", settings=SMALL, given=Overrides(model=model))
     assert all(torch.equal(t, weights[name]) for name, t in model.state_dict().items())  # it was copied
     with pytest.raises(UserError, match="whose initial weights are not known; leave --control out"):
-        attack_run(tmp_path / "model", settings=AttackSettings(control=True), given=Given(model=model))
+        attack_run(tmp_path / "model", settings=AttackSettings(control=True), given=Overrides(model=model))
 
 
 # What is refused

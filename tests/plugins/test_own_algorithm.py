@@ -21,7 +21,7 @@ from fedmpi.comm import SoloComm
 from fedmpi.comm.threads import run_threads
 from fedmpi.errors import UserError
 from fedmpi.rounds import Report
-from fedmpi.runs.build import Prepared, prepare
+from fedmpi.runs.build import RunSpec, prepare
 from fedmpi.runs.options import parse
 from fedmpi.runs.run import run
 
@@ -56,7 +56,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
         yield tmp_path
 
 
-def prepared(choice: str, out: str) -> Prepared:
+def prepared(choice: str, out: str) -> RunSpec:
     return prepare(parse([*TINY, *choice.split(), "--out", out]))
 
 

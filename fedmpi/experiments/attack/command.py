@@ -27,7 +27,7 @@ from ...comm.env import Place, available_cores
 from ...data import Ints
 from ...errors import UserError, reason, unknown
 from ...plugins.knobs import check_bounds, knob
-from ...runs.build import NOTHING, Given
+from ...runs.build import NOTHING, Overrides
 from ...runs.folder import ATTACK, write
 from ...runs.log import set_up
 from ...runs.options import flag, positional, read_options
@@ -117,7 +117,7 @@ def check(settings: AttackSettings) -> None:
 
 
 def attack_run(
-    folder: Path, data_root: str | None = None, settings: AttackSettings = USUAL, given: Given = NOTHING
+    folder: Path, data_root: str | None = None, settings: AttackSettings = USUAL, given: Overrides = NOTHING
 ) -> dict[str, Any]:
     """Attack the finished run in a folder; return the results, and write them there as attack.json. The caller's
     random state and threads are restored. `given`: the data and the model, if the run got them as Python objects."""

@@ -22,7 +22,7 @@ from ...clients.task import choose_tests
 from ...data import DATASETS, Data, Ints, Partition
 from ...errors import FileError, UserError, one_line, reason
 from ...models import MODELS, find_model, make_model
-from ...runs.build import USUAL, Given, few_samples, load_data, try_model
+from ...runs.build import USUAL, Overrides, few_samples, load_data, try_model
 from ...runs.checkpoint import digest
 from ...runs.config import Config
 from ...runs.folder import FINISHED, MODEL
@@ -79,7 +79,7 @@ def config_of(run: Run, data_root: str | None) -> Config:
     return cfg if data_root is None else replace(cfg, data_root=data_root)
 
 
-def rebuild(run: Run, cfg: Config, device: torch.device, given: Given) -> Rebuilt:
+def rebuild(run: Run, cfg: Config, device: torch.device, given: Overrides) -> Rebuilt:
     """Return the trained model of a run, and its data; `given`: the objects that it was passed in Python."""
     check_names(run, cfg, given)
     weights = read_weights(run)
@@ -89,7 +89,7 @@ def rebuild(run: Run, cfg: Config, device: torch.device, given: Given) -> Rebuil
     return Rebuilt(run, cfg, model, data, partition, meta, device)
 
 
-def check_names(run: Run, cfg: Config, given: Given) -> None:
+def check_names(run: Run, cfg: Config, given: Overrides) -> None:
     """Refuse a run whose data or model were Python objects: the folder has only their names."""
     handed = []
     if given.data is None and ":" not in cfg.data and cfg.data not in DATASETS:

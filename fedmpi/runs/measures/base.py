@@ -32,7 +32,7 @@ from ..metrics import trouble
 from .score import Score
 
 if TYPE_CHECKING:
-    from ..build import Given
+    from ..build import Overrides
 
 log = logging.getLogger("fedmpi")
 
@@ -100,7 +100,7 @@ class Run:
     data: Data
     plan: Plan
     comm: Ranks
-    given: Given
+    given: Overrides
     """data and model that were handed over in Python"""
     out: Path | None
     """the run folder, where there is one"""
