@@ -18,8 +18,7 @@ from ..errors import UserError
 from ..schedules import read_spec
 from ..seeds import augmentation_seed
 
-Augment = Callable[[Tensor, int], Tensor]
-"""(images [n, channels, height, width], seed) -> images of the same shape"""
+Augment = Callable[[Tensor, int], Tensor]  # (images [n, channels, height, width], seed) -> images of the same shape
 
 STEPS = {"crop": ("pixels",), "flip": (), "none": ()}
 MOST_PIXELS = 1024

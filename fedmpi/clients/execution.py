@@ -24,10 +24,8 @@ if TYPE_CHECKING:
 class Mode:
     """How training calls the model."""
 
-    precision: str = "float32"
-    """float32, or bf16: autocast of the forward pass; parameters, outputs and gradients stay float32"""
-    compile: str = "none"
-    """none, or a mode of torch.compile"""
+    precision: str = "float32"  # or bf16: autocast of the forward pass; parameters, outputs and gradients stay float32
+    compile: str = "none"  # or a mode of torch.compile
 
     @property
     def uncompiled(self) -> Mode:

@@ -27,8 +27,7 @@ log = logging.getLogger("fedmpi")
 
 AHEAD = 2**19  # sample elements that are prefetched at once
 
-Pair = tuple[Tensor, Tensor]
-"""model inputs and labels"""
+Pair = tuple[Tensor, Tensor]  # model inputs and labels
 
 
 class Batch(NamedTuple):
@@ -37,15 +36,13 @@ class Batch(NamedTuple):
     samples: Tensor
     seed: int
     data: Pair | None = None
-    version: int = 0
-    """torch's version counter of the prefetched inputs: a model that overwrites its inputs raises it"""
+    version: int = 0  # torch's version counter of the prefetched inputs: a model that overwrites them raises it
 
 
 class Feed(Protocol):
     """The data of a task."""
 
-    tests: int
-    """number of test samples"""
+    tests: int  # number of test samples
 
     def train(self, batch: Batch) -> Pair:
         """Return the inputs and labels of a training batch."""
@@ -76,13 +73,14 @@ class ArrayFeed:
             assert arrays.style is not None and arrays.test_style is not None, "call styles.assign_styles first"
             self.table = self.styles.table.to(device, dtype)
             self.style, self.test_style = arrays.style.to(device), arrays.test_style.to(device)
-        if self.kind == "images":
+        if self.kind == "images":  # raw * scale + shift has mean 0 and deviation 1 on the train set, per channel
+            mean, std = np.asarray(arrays.mean), np.asarray(arrays.std)
+            numbers = ((1 / (255 * std)).tolist(), (-mean / std).tolist())
             self.scale, self.shift = (
-                torch.tensor(v, device=device, dtype=dtype).view(1, -1, 1, 1) for v in normalisation(arrays)
+                torch.tensor(v, device=device, dtype=dtype).view(1, -1, 1, 1) for v in numbers
             )
 
     def train(self, batch: Batch) -> Pair:
-        """Return the inputs and labels of a training batch, augmented."""
         if batch.data is not None and batch.data[0]._version == batch.version:
             return batch.data
         return self.pick(batch.samples, batch.seed)
@@ -111,11 +109,9 @@ class ArrayFeed:
                 yield batch._replace(data=pair, version=x._version)
 
     def test(self, blocks: Sequence[Tensor]) -> Iterator[Pair]:
-        """Yield blocks of test samples."""
         return self.unaugmented(blocks, self.test_x, self.test_y, self.test_style)
 
     def plain(self, blocks: Sequence[Tensor]) -> Iterator[Pair]:
-        """Yield blocks of train samples in the colours or angles of their clients."""
         return self.unaugmented(blocks, self.x, self.y, self.style)
 
     def unaugmented(self, blocks: Sequence[Tensor], x: Tensor, y: Tensor, style: Tensor | None) -> Iterator[Pair]:
@@ -134,12 +130,6 @@ class ArrayFeed:
         if self.styles is not None and style is not None:
             numbers = self.styles.apply_style(numbers, self.table[style])
         return numbers.mul_(self.scale).add_(self.shift)
-
-
-def normalisation(arrays: Arrays) -> tuple[list[float], list[float]]:
-    """Return scale and shift per channel, so that raw * scale + shift has mean 0 and deviation 1 on the train set."""
-    mean, std = np.asarray(arrays.mean), np.asarray(arrays.std)
-    return (1 / (255 * std)).tolist(), (-mean / std).tolist()
 
 
 class Seeded(Dataset[Any]):
@@ -167,17 +157,14 @@ class DatasetFeed:
         self.datasets, self.whole, self.tests = datasets, datasets.goal.whole, datasets.tests
 
     def train(self, batch: Batch) -> Pair:
-        """Return the inputs and labels of a training batch, prefetched or read now."""
         return self.convert(batch.data or next(self.read("train", [keys_of(batch.samples, batch.seed)], workers=0)))
 
     def ahead(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield the batches with their data."""
         wanted = list(batches)
         pairs = self.read("train", [keys_of(b.samples, b.seed) for b in wanted], self.workers)
         return (b._replace(data=pair) for b, pair in zip(wanted, pairs, strict=True))
 
     def test(self, blocks: Sequence[Tensor]) -> Iterator[Pair]:
-        """Yield blocks of test samples."""
         return self.with_fixed_seed("test", blocks)
 
     def plain(self, blocks: Sequence[Tensor]) -> Iterator[Pair]:
@@ -192,10 +179,8 @@ class DatasetFeed:
         except UserError:
             raise
         except Exception as error:
-            raise RunError(
-                f"{part} samples of '{self.datasets.name}' cannot be read and collated: {type(error).__name__}: "
-                f"{one_line(error)}"
-            ) from error
+            what = f"{type(error).__name__}: {one_line(error)}"
+            raise RunError(f"{part} samples of '{self.datasets.name}' cannot be read and collated: {what}") from error
 
     def read(self, part: str, keys: list[list[tuple[int, int]]], workers: int) -> Iterator[Pair]:
         """Yield inputs and labels for each list of keys, in order."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -30,8 +31,8 @@ from .training import Global, Start, Trainer, train_clients
 
 T = TypeVar("T")
 
+# (outputs, labels) of a block -> the sum of a metric, and how many values were summed
 Total = Callable[[Tensor, Tensor], tuple[float, int]]
-"""(outputs, labels) of a block -> the sum of a metric, and how many values were summed"""
 
 
 class Scored(NamedTuple):
@@ -40,10 +41,8 @@ class Scored(NamedTuple):
     metric: float
     loss: float
     labels: int
-    classes: dict[int, tuple[float, int]] = {}
-    """if requested: metric and number of labels per class"""
-    more: dict[str, tuple[float, int]] = {}
-    """if requested: sum and number of values per further metric"""
+    classes: dict[int, tuple[float, int]] = {}  # if requested: metric and number of labels per class
+    more: dict[str, tuple[float, int]] = {}  # if requested: sum and number of values per further metric
 
 
 class ModelJob:
@@ -68,8 +67,7 @@ class ModelJob:
 
     def draw_batches(self, leave: int) -> Iterator[Batch]:
         """Yield the sample indices of each batch."""
-        mine = self.task.partition.of(self.cid)
-        seed = self.task.seed
+        mine, seed = self.task.partition.of(self.cid), self.task.seed
         rng = generator(seed, "batches", self.round, self.cid)
         draws = torch_seed(seed, "torch", self.round, self.cid)
         steps, wanted = 0, self.work.count(seed, self.round, self.cid, len(mine), leave)
@@ -88,31 +86,22 @@ class ModelJob:
             yield batch, len(batch.samples) / len(mine)
 
     def grad(self, x_P: Tensor, batch: Batch) -> Tensor:
-        """Return the gradient of the batch's mean loss at x_P."""
-        with self.parameters_at(x_P):
-            loss = self.task.gradient(batch)
+        elsewhere = x_P.data_ptr() != self.x_P.data_ptr()
+        if elsewhere:
+            kept_P = self.x_P.clone()
+            self.x_P.copy_(x_P)
+        loss = self.task.gradient(batch)
+        if elsewhere:
+            self.x_P.copy_(kept_P)
         self.loss_sum.add_(loss, alpha=len(batch.samples))
         self.samples += len(batch.samples)
         return self.task.grad_P
 
     def linearise(self, batch: Batch) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Return the gradient at the current x_P, and the Hessian-vector product there."""
         return self.task.linearise(batch)
 
     @contextmanager
-    def parameters_at(self, x_P: Tensor) -> Iterator[None]:
-        """Set the model's parameters to x_P inside the block, and restore them afterwards."""
-        if x_P.data_ptr() == self.x_P.data_ptr():
-            yield
-            return
-        kept_P = self.x_P.clone()
-        self.x_P.copy_(x_P)
-        yield
-        self.x_P.copy_(kept_P)
-
-    @contextmanager
     def without_side_effects(self) -> Iterator[None]:
-        """Restore the model's buffers and the reported loss after the block."""
         buffers = self.task.x_N[self.task.layout.params :]
         kept, ints = buffers.clone(), read_ints(self.task.model, self.task.layout)
         loss_sum, samples = self.loss_sum.clone(), self.samples
@@ -136,7 +125,7 @@ class ModelJob:
 
 
 class Task:
-    """A model bound to flat vectors, and the data it learns from."""
+    """A model bound to flat vectors, and the data it learns from: a `rounds.Clients`."""
 
     def __init__(
         self,
@@ -196,24 +185,16 @@ class Task:
     def linearise(self, batch: Batch) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Return the gradient of a batch's mean loss and the function v -> H v, valid until the model changes."""
         forward = self.mode.uncompiled.forward(self.model, self.device)
+        grad = partial(torch.autograd.grad, allow_unused=True, materialize_grads=True)
         with torch.enable_grad():
-            grads = torch.autograd.grad(
-                self.loss(batch, forward), self.params, create_graph=True, allow_unused=True, materialize_grads=True
-            )
+            grads = grad(self.loss(batch, forward), self.params, create_graph=True)
 
         def times_hessian(v_P: Tensor) -> Tensor:
             curved = [(g, span.view(v_P)) for g, span in zip(grads, self.spans, strict=True) if g.requires_grad]
             out_P = torch.zeros_like(v_P)
             if curved:  # empty if the loss is linear in every parameter
-                products = torch.autograd.grad(
-                    [g for g, _ in curved],
-                    self.params,
-                    [v for _, v in curved],
-                    retain_graph=True,  # for further products; the graph is freed with this function
-                    allow_unused=True,
-                    materialize_grads=True,
-                )
-                self.flatten(products, out_P)
+                of, along = zip(*curved, strict=True)
+                self.flatten(grad(of, self.params, along, retain_graph=True), out_P)  # kept for further products
             return out_P
 
         flat_P = torch.empty_like(self.grad_P)
@@ -240,11 +221,9 @@ class Task:
 
     @property
     def sizes(self) -> np.ndarray:
-        """Return the number of samples per client."""
         return self.partition.sizes
 
     def train(self, cids: Sequence[int], state: Global, rule: LocalRule, work: Work) -> Iterator[Update]:
-        """Train clients in the round after `state`; yield their updates."""
         return train_clients(self, cids, state, rule, work)
 
     def each(self, cids: Sequence[int], train: Callable[[Trainer, int], T]) -> Iterator[tuple[int, T]]:
@@ -255,11 +234,9 @@ class Task:
 
     @property
     def meta_size(self) -> int:
-        """Return the number of samples in the meta set."""
         return len(self.meta)
 
     def meta_gradient(self, model_N: Tensor, ints: Tensor, block: slice, round: int) -> Tensor:
-        """Return the gradient of the mean loss on a block of the meta set, valid until the next gradient."""
         self.load(model_N, ints)  # per block: training moves buffers, and blocks must not depend on each other
         self.model.train()
         self.gradient(Batch(self.meta[block], torch_seed(self.seed, "meta", round, block.start)))

@@ -196,10 +196,8 @@ class Seat(Task):
 
     cid: int
     strand: Strand[Any]
-    pair: Pair
-    """the batch whose gradient is requested"""
-    stacked_loss: Tensor | None
-    """the loss, if the gradient was computed in a stack"""
+    pair: Pair  # the batch whose gradient is requested
+    stacked_loss: Tensor | None  # the loss, if the gradient was computed in a stack
 
     def __init__(self, whole: Together, row: int) -> None:
         self.__dict__.update(whole.__dict__)  # data, layout and the rest are shared

@@ -39,20 +39,16 @@ from ..errors import CommonError, FileError, UserError, of_path
 if TYPE_CHECKING:
     from .node import Node
 
-Wait = Callable[[], None]
-"""waits until a started transfer is complete"""
+Wait = Callable[[], None]  # waits until a started transfer is complete
 WHOLE = slice(None)
 ROLL_CALL_SECONDS = 5.0  # how long a failed rank waits for signs of life from the others
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Memory for `exchange`: row r of `mine` is read by rank r, row r of `theirs` comes from rank r.
-
-    This rank's own row is the same tensor in both. `shared` are the ranks whose rows are in memory shared with this
-    rank; `None`, on all ranks, if no rank shares memory. If rows are sent in another type than they are kept in, `out`
-    holds what is sent instead of `mine`, and `theirs` is of that type.
-    """
+    """Memory for `exchange`: row r of `mine` is read by rank r, row r of `theirs` comes from rank r; its own row is the
+    same tensor in both. `shared` are the ranks whose rows are in shared memory; `None`, on all ranks, if no rank
+    shares memory. With a `wire` type, `out` is sent instead of `mine`, and `theirs` is of that type."""
 
     mine: list[Tensor]
     theirs: list[Tensor]
@@ -62,8 +58,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Update:
-    """Memory for a gather of updates in another type: this rank's update of its slice, and the updates received for
-    the slices of others."""
+    """Memory for a gather of updates in another type: of this rank's slice, and those received for other slices."""
 
     mine_S: Tensor
     theirs: dict[int, Tensor]
@@ -72,8 +67,6 @@ class Update:
 class Comm(ABC):
     """One rank's endpoint of a transport. `sent` counts the payload bytes this rank has provided to others."""
 
-    rank: int
-    size: int
     name: str
 
     def __init__(self, rank: int, size: int) -> None:
@@ -89,10 +82,8 @@ class Comm(ABC):
     def rows(
         self, length: int, dtype: torch.dtype, device: torch.device | None = None, wire: torch.dtype | None = None
     ) -> Rows:
-        """Allocate memory for `exchange`, a row of `length` elements per rank. Collective; once per run.
-
-        With `wire`, rows that are not shared are sent in that type, and the caller fills `out` as well.
-        """
+        """Allocate memory for `exchange`, a row of `length` elements per rank. With `wire`, rows that are not shared
+        are sent in that type, and the caller fills `out` as well. Collective; once per run."""
 
         def private(of: torch.dtype = dtype) -> Tensor:
             return torch.zeros(length, dtype=of, device=device)
@@ -152,7 +143,7 @@ class Comm(ABC):
         `start_gather` has started."""
         for wait in [self.start_gather(x_N)] if under_way is None else under_way:
             wait()
-        if self._holds(x_N):
+        if self.node is not None and self.node.holds(x_N):
             self.barrier()
 
     def start_gather(self, x_N: Tensor, bucket: slice = WHOLE, update: Update | None = None) -> Wait:
@@ -161,7 +152,7 @@ class Comm(ABC):
         slices = [x_S[bucket] for x_S in x_N.view(self.size, -1).unbind(0)]
         receivers, senders = self._peers(x_N)
         own = slices[self.rank]
-        neighbours = len(self.node.ranks) - 1 if self.node is not None and self._holds(x_N) else 0
+        neighbours = len(self.node.ranks) - 1 if self.node is not None and self.node.holds(x_N) else 0
         mine = own if update is None else update.mine_S[bucket]
         self.sent += own.nbytes * neighbours + mine.nbytes * len(receivers)
         if update is None:
@@ -183,9 +174,6 @@ class Comm(ABC):
             return None
         mine_S = torch.zeros(x_N.numel() // self.size, dtype=dtype, device=x_N.device)
         return Update(mine_S, {r: torch.zeros_like(mine_S) for r in senders})
-
-    def _holds(self, x_N: Tensor) -> bool:
-        return self.node is not None and self.node.holds(x_N)
 
     def _peers(self, x_N: Tensor) -> tuple[list[int], list[int]]:
         """Return the ranks to which this rank's slice of a vector is sent, and those from which slices are received."""
@@ -221,10 +209,8 @@ class Comm(ABC):
         """Return when every rank has called it."""
 
     def abort(self, code: int = 1) -> NoReturn:
-        """End this rank immediately, and the others with it, after an error that the others cannot see.
-
-        Exiting closes this rank's connections: the others fail within milliseconds, and the launcher gets the code.
-        """
+        """End this rank immediately, after an error that the others cannot see. Exiting closes its connections: the
+        others fail within milliseconds, and the launcher gets the code."""
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -235,11 +221,8 @@ class Comm(ABC):
 
 @contextmanager
 def agreed(comm: Comm) -> Iterator[None]:
-    """Run a block that may fail on some ranks only; afterwards all ranks raise the same error, or none does.
-
-    The error is a `UserError` for a mistake, and a `CommonError` for a file that cannot be read or written. Collective.
-    For work before training that differs between ranks: reading data, writing the run folder.
-    """
+    """Run a block that may fail on some ranks only, such as reading data; afterwards all ranks raise the same error, or
+    none does: a `UserError` for a mistake, a `CommonError` for a file that cannot be read or written. Collective."""
     failed: UserError | FileError | None = None
     try:
         yield
@@ -259,10 +242,7 @@ FAULT = "\0"  # marks a message among ranks that is not a user's mistake; no mes
 
 
 def common_trouble(comm: Comm, message: str) -> str:
-    """Return the first error message of any rank, prefixed with its rank, on all ranks; '' if none failed.
-
-    Collective.
-    """
+    """Return the first error message of any rank, prefixed with its rank, on all ranks; '' if none. Collective."""
     for rank, text in enumerate(tell_all(comm, message)):
         if text:
             return (f"rank {rank}: " if comm.size > 1 else "") + text

@@ -30,7 +30,7 @@ import re
 import socket
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -50,16 +50,8 @@ SUBMITIT = ("SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_NTASKS", "SUBMITIT_LOCAL_
 HOST = r"(?:[\w.-]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"  # in a node list: text and brackets of numbers
 OWN_ID = r"none|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"  # TORCHELASTIC_RUN_ID if the user gave none
 RESERVED_STEPS = 0xFFFFFFF0  # Slurm numbers its batch, interactive and extern steps from here
-RECORDED = (  # an allow-list: an environment may hold passwords
-    "SLURM_JOB_ID",
-    "SLURM_ARRAY_JOB_ID",
-    "SLURM_ARRAY_TASK_ID",
-    "SLURM_STEP_ID",
-    "SLURM_RESTART_COUNT",
-    "SLURM_JOB_PARTITION",
-    "SLURM_JOB_NODELIST",
-    "TORCHELASTIC_RESTART_COUNT",
-)
+RECORDED = ["SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"]
+RECORDED += ["SLURM_JOB_PARTITION", "SLURM_JOB_NODELIST", "TORCHELASTIC_RESTART_COUNT"]  # others may hold passwords
 
 
 @dataclass(frozen=True)
@@ -85,10 +77,8 @@ def find_place(environ: Env) -> Place:
 
 
 def rendezvous(place: Place, environ: Env) -> tuple[str, int] | None:
-    """Return host and port for torch's rendezvous, or None if the launcher provides none (mpi, alone).
-
-    MASTER_ADDR and MASTER_PORT are used if both are set. Otherwise srun's tasks use the first node of their step, and a
-    port derived from job, step and restart, so that a requeued job does not connect to remains of its previous run.
+    """Return host and port for torch's rendezvous, or None if the launcher provides none (mpi, alone): MASTER_ADDR and
+    MASTER_PORT if both are set, else the first node of srun's step and a port that differs between steps and restarts.
     """
     if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
         return environ["MASTER_ADDR"], _whole(environ, "MASTER_PORT", 1, 65535)
@@ -109,9 +99,7 @@ def rendezvous(place: Place, environ: Env) -> tuple[str, int] | None:
 
 def check_mpi_world(place: Place, rank: int, size: int) -> None:
     """Raise a UserError unless MPI's COMM_WORLD is the world that the launcher started; every rank must call it.
-
-    MPI does not fail without its process manager: each process becomes a world of one, and would train alone.
-    """
+    Without its process manager MPI does not fail: each process becomes a world of one."""
     if (rank, size) == (place.rank, place.size):
         return
     if size == place.size:
@@ -149,17 +137,12 @@ def threads_per_rank(place: Place, given: int | None, cores: int) -> int:
 
 def available_cores() -> int:
     """Return the number of cores that this process may use: in a container or a Slurm job not all of the machine's."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def choose_device(place: Place, want: str, cuda_devices: int) -> str:
-    """Return the torch device of this rank, "cpu" or "cuda:N", for "auto", "cpu", "cuda" or "cuda:N".
-
-    `cuda_devices` is the number of visible devices. The ranks of a node use them in turn; more ranks than devices share
-    them. If Slurm shows each task only its own device, every rank uses device 0.
-    """
+    """Return the torch device of this rank, "cpu" or "cuda:N", for "auto", "cpu", "cuda" or "cuda:N". The ranks of a
+    node use the visible devices in turn; if Slurm shows each task only its own, every rank uses device 0."""
     match = re.fullmatch(r"auto|cpu|cuda(?::(\d+))?", want)
     if match is None:
         raise unknown("device", want, ("auto", "cpu", "cuda", "cuda:N"))
@@ -187,11 +170,7 @@ def describe(place: Place, environ: Env, threads: int, device: str, folder: Path
         "hostname": socket.gethostname(),
         "cores": os.cpu_count(),
         "available_cores": available_cores(),
-        "launcher": place.launcher,
-        "rank": place.rank,
-        "size": place.size,
-        "local_rank": place.local_rank,
-        "local_size": place.local_size,
+        **{name: value for name, value in asdict(place).items() if name != "cores"},
         "threads": threads,
         "device": device,
         "commit": commit(folder),
@@ -210,11 +189,8 @@ def commit(folder: Path | str) -> str | None:
 
 
 def job_names(environ: Env) -> dict[str, str | None]:
-    """Return Slurm's names for the job of this process: `job` and, in a job array, `element`.
-
-    A job is named by its id. The one element whose id is that of the array is named by its index, as the array's id
-    means all elements. A job submitted from within an element inherits the element's variables, but has its own id.
-    """
+    """Return Slurm's names for the job of this process: `job` and, in a job array, `element`. A job is named by its id,
+    but the one element whose id is that of the array by its index, as the array's id means all elements."""
     job, array = environ.get("SLURM_JOB_ID"), environ.get("SLURM_ARRAY_JOB_ID")
     if array is None:
         return {"job": job}
@@ -325,19 +301,14 @@ def _torchrun(environ: Env, outer: Place | None) -> Place | None:
 
 
 def _check_agents(environ: Env, inner: Place, outer: Place | None) -> Place:
-    """Return `inner`; raise a UserError if every outer task started its own, unconnected torchrun.
-
-    An elastic job that lost a node may have fewer agents than tasks. Its rendezvous id was given by the user, whereas
-    torchrun generates a UUID with --standalone and uses "none" without a rendezvous.
-    """
+    """Return `inner`; raise a UserError if every outer task started its own, unconnected torchrun. An elastic job that
+    lost a node may have fewer agents than tasks, but its rendezvous id was given by the user."""
     agents = _whole(environ, "GROUP_WORLD_SIZE", default=inner.size // inner.local_size)
     if outer is None or agents >= outer.size or not re.fullmatch(OWN_ID, environ["TORCHELASTIC_RUN_ID"]):
         return inner
-    fix = (
-        f"{outer.launcher} started {outer.size} tasks, each with its own torchrun; use one of the two launchers, or "
-        "give torchrun --nnodes and one --rdzv-id and --rdzv-endpoint for all"
-    )
-    raise _twice(environ, inner, outer, fix)
+    fix = "use one of the two launchers, or give torchrun --nnodes and one --rdzv-id and --rdzv-endpoint for all"
+    tasks = f"{outer.launcher} started {outer.size} tasks, each with its own torchrun"
+    raise _twice(environ, inner, outer, f"{tasks}; {fix}")
 
 
 def _check_batch(environ: Env, inner: Place) -> Place:
@@ -350,10 +321,8 @@ def _check_batch(environ: Env, inner: Place) -> Place:
 
 
 def _read(environ: Env, launcher: str, names: tuple[str, str, str, str], local_size: int | None = None) -> Place | None:
-    """Return the place in one launcher's four variables; None if it set neither rank nor size.
-
-    Without local ranks, all ranks are assumed to be on this node: at worst too few threads, never too many.
-    """
+    """Return the place in one launcher's four variables; None if it set neither rank nor size. Without local ranks, all
+    ranks are assumed to be on this node: at worst too few threads, never too many."""
     rank_name, size_name, local_rank_name, local_size_name = names
     if rank_name not in environ and size_name not in environ:
         return None

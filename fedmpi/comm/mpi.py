@@ -49,11 +49,6 @@ def import_world(place: Place) -> MPI.Comm:
     return world
 
 
-def connect_mpi(place: Place, timeout: float) -> Comm:
-    """Connect this rank to MPI's world; closing the transport finalizes MPI."""
-    return MpiComm(import_world(place), timeout, ends_mpi=True)
-
-
 def host_view(x: Tensor) -> Tensor:
     """Return x itself if numpy can view it, else a copy in host memory."""
     if x.dtype == torch.bfloat16:

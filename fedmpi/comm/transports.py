@@ -78,9 +78,9 @@ def connect(which: str, place: Place, device: torch.device, timeout: float, envi
     if transport == "solo":
         return SoloComm()
     if transport == "mpi":
-        from .mpi import connect_mpi
+        from .mpi import MpiComm, import_world
 
-        return connect_mpi(place, timeout)
+        return MpiComm(import_world(place), timeout, ends_mpi=True)  # closing it finalizes MPI
     from .torch import connect_torch
 
     return connect_torch(place, device, timeout, environ)
