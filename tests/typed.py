@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from fedmpi.runs.config import Config, Local, MaskOptions, Server
 
 FILE = Path(__file__).parents[1] / "fedmpi" / "runs" / "typed.py"
 HEAD = '''"""The knobs of `fedmpi.train` for type checkers and editors. From config.py, by python -m tests.typed"""
+# ruff: noqa: UP013  (tables of names and types, several on a line)
 
 from __future__ import annotations
 
@@ -53,9 +55,10 @@ def written_out(kind: type) -> str:
 
 
 def declared(name: str, fields: dict[str, Any]) -> str:
-    """A TypedDict of which nothing is required."""
-    lines = "".join(f"    {field}: {kind}\n" for field, kind in fields.items())
-    return f"\n\nclass {name}(TypedDict, total=False):\n{lines}"
+    """Return a TypedDict without required keys, as many per line as fit."""
+    items = " ".join(f'"{field}": {kind},'.replace(" ", "~") for field, kind in fields.items())
+    body = textwrap.indent(textwrap.fill(items, 116, break_on_hyphens=False).replace("~", " "), "    ")
+    return f'\n{name} = TypedDict("{name}", {{\n{body}\n}}, total=False)\n'
 
 
 if __name__ == "__main__":

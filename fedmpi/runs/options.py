@@ -14,7 +14,7 @@ import os
 import re
 import reprlib
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, field
 from importlib import resources
 from pathlib import Path
@@ -24,11 +24,12 @@ import jsonargparse
 import numpy as np
 import yaml
 
-from ..errors import UserError, nearest, squeezed
+from ..errors import UserError, nearest, one_line, squeezed
 from ..plugins.knobs import check_bounds, knobs
 from .aliases import advice, chosen, real_keywords, real_options
 from .config import Config, Launch, renamed
 from .extend import config_class, config_for, flat, given_options
+from .schema import load_yaml
 
 if TYPE_CHECKING:
     from ..algorithms import Row
@@ -95,49 +96,33 @@ def read_options(
 
 def parse(arguments: list[str]) -> Config:
     """Return the configuration of a command line: YAML files first, then the options in their order."""
-    arguments = real_options(arguments)
-    helps, prints = bool((HELP | HELP_ALL) & set(arguments)), any(word.startswith("--print") for word in arguments)
-    kind = kind_of(arguments, plugged=helps or prints)
+    names, words = split_files(real_options(arguments))
+    files = [read_config(name) for name in names]
+    given = given_options(words)
+    known = {name: value for _, tree in files for name, value in flat(tree).items()} | given
+    helps = bool((HELP | HELP_ALL) & set(words))
+    plugged = helps or any(name.startswith("print") for name in given)
+    kind = config_for(known) if plugged else config_class(known)
     if helps:
         from .help import train_help
 
-        print(train_help(kind, everything=bool(HELP_ALL & set(arguments))), end="", flush=True)
+        print(train_help(kind, everything=bool(HELP_ALL & set(words))), end="", flush=True)
         raise SystemExit(0)
-    arguments = real_options(arguments, kind)  # once more, for the flags of plug-ins
+    for path, tree in files:
+        check_keys(f"--config {path}", tree, knobs(kind()))
+    if files:
+        check_renaming(*files[-1], given)
+    words = real_options(words, kind)  # once more, for the flags of plug-ins
+    for name, value in given_options(words).items():
+        refuse_comment(name, value)
     parser = make_parser("fedmpi train", "", kind)
-    check_renaming(arguments, kind)
-    for before, word in zip(["", *arguments], arguments, strict=False):
-        name, equals, value = word.partition("=") if word.startswith("--") else (before, "=", word)
-        if equals:
-            refuse_comment(name.removeprefix("--"), value)
-    return filled(parser, kind, lambda: parser.parse_args(files_first(arguments, kind)))
-
-
-def kind_of(arguments: list[str], plugged: bool = False) -> type[Config]:
-    """Return the class of the configuration: `Config`, with the options of plug-ins that a command line and its files
-    set, or with those of all that they name if `plugged`."""
-    names: dict[str, Any] = {}
-    for _, file in words_of(arguments):
-        if file is not None:
-            path = locate(file)
-            names |= flat(renamed(read_yaml(path, f"--config {path}")))
-    names |= given_options(arguments)
-    return config_for(names) if plugged else config_class(names)
+    return filled(parser, kind, lambda: parser.parse_args([*(as_argument(*file) for file in files), *words]))
 
 
 def split_launch(arguments: list[str]) -> tuple[Launch, list[str]]:
     """Take the options of the launcher out of a command line; return them and the rest."""
     names = [f"--{f.name}" for f in dataclasses.fields(Launch)]
-    own: list[str] = []
-    rest: list[str] = []
-    words = iter(arguments)
-    for word in words:
-        if word in names:
-            own += [word, *itertools.islice(words, 1)]
-        elif word.partition("=")[0] in names:
-            own.append(word)
-        else:
-            rest.append(word)
+    own, rest = take_out(names, arguments)
     if not own:
         return Launch(), rest
     launch = read_options(Launch, own, "train", "")
@@ -239,60 +224,48 @@ def is_sweep(tree: Any) -> bool:
     return isinstance(tree, dict) and not SWEEP.isdisjoint(tree)
 
 
-def words_of(arguments: list[str]) -> Iterator[tuple[str, str | None]]:
-    """Yield the words of a command line, each --config with its file, others with None."""
+def take_out(names: Collection[str], arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the options of these names with their values, and the other words of a command line."""
+    own: list[str] = []
+    rest: list[str] = []
     words = iter(arguments)
     for word in words:
-        option, equals, name = word.partition("=")
-        given = None
-        if option == "--config":
-            given = name if equals else next(words, None)
-        yield word, given
+        if word in names:
+            own += [word, *itertools.islice(words, 1)]
+        else:
+            (own if word.partition("=")[0] in names else rest).append(word)
+    return own, rest
 
 
-def files_first(arguments: list[str], kind: type[Config] = Config) -> list[str]:
-    """Return the arguments with every --config in front, by its path: an option overrides a file wherever it stands."""
-    words = list(words_of(arguments))
-    files = [f"--config={as_argument(find_file(name, kind))}" for _, name in words if name is not None]
-    return files + [word for word, name in words if name is None]
+def split_files(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the files of a command line (--config), and its other words: an option overrides a file wherever it
+    stands."""
+    own, rest = take_out(["--config"], arguments)
+    if own[-1:] == ["--config"]:
+        raise UserError("--config needs a value")
+    return [word.removeprefix("--config=") for word in own if word != "--config"], rest
 
 
-def as_argument(file: Path) -> str:
+def as_argument(file: Path, tree: Any) -> str:
     """Return a configuration file for the parser: its path, or its text if it uses old names of options."""
-    tree = yaml.safe_load(file.read_text(encoding="utf-8"))
-    return str(file) if renamed(tree) == tree else yaml.safe_dump(renamed(tree), sort_keys=False)
+    same = yaml.safe_load(file.read_text(encoding="utf-8")) == tree
+    return f"--config={file if same else yaml.safe_dump(tree, sort_keys=False)}"
 
 
-def check_renaming(arguments: list[str], kind: type[Config]) -> None:
+def check_renaming(file: Path, tree: dict[str, Any], given: Mapping[str, str]) -> None:
     """Refuse another --algorithm for a file that names its rules, as the config.yaml of a run does: the run would have
     the new name and the old rules."""
-    options = dict(zip(arguments, arguments[1:], strict=False))
-    options |= {name: value for word in arguments for name, equals, value in [word.partition("=")] if equals}
-    if not {"--algorithm", "--config"} <= options.keys():
-        return
-    file = find_file(options["--config"], kind)
-    tree = yaml.safe_load(file.read_text(encoding="utf-8"))
-    fixed = [
-        f"{group}.rule {rule}"
-        for group in ("local", "server")
-        if (rule := (tree.get(group) or {}).get("rule")) and f"--{group}.rule" not in options
-    ]
-    if fixed and squeezed(tree.get("algorithm", options["--algorithm"])) != squeezed(options["--algorithm"]):
+    asked, known = given.get("algorithm"), flat(tree)
+    rules = [f"{name} {known[name]}" for name in ("local.rule", "server.rule") if known.get(name) and name not in given]
+    if asked and rules and squeezed(tree.get("algorithm", asked)) != squeezed(asked):
         raise UserError(
-            f"--algorithm {options['--algorithm']} with --config {file}, which sets {' and '.join(fixed)} for "
+            f"--algorithm {asked} with --config {file}, which sets {' and '.join(rules)} for "
             f"algorithm {tree['algorithm']}; leave --algorithm out, or use a file without these rules"
         )
 
 
-def find_file(name: str, kind: type[Config] | None = None) -> Path:
-    """Return the file of that name, or else the bundled recipe; checked."""
-    path = locate(name)
-    check_file(path, name, kind)
-    return path
-
-
-def locate(name: str) -> Path:
-    """Return the file of that name, or else the bundled recipe."""
+def read_config(name: str) -> tuple[Path, Any]:
+    """Return the file of that name, or else the bundled recipe, and its content by today's names of the options."""
     path = Path(name)
     if name in recipes() and not path.is_file():
         path = recipes()[name]
@@ -300,16 +273,10 @@ def locate(name: str) -> Path:
         near = nearest(name, recipes())
         hint = f"did you mean '{near}'? " if near else ""
         raise UserError(f"--config '{name}' is neither a file nor a recipe; {hint}recipes: {', '.join(single_runs())}")
-    return path
-
-
-def check_file(path: Path, name: str, kind: type[Config] | None = None) -> None:
-    """Refuse a YAML file that cannot be read, is a sweep, or has unknown keys; values are left to the parser."""
     tree = read_yaml(path, f"--config {path}")
     if is_sweep(tree):
         raise UserError(f"--config {name} is a sweep; run it with 'fedmpi sweep {shlex.quote(name)}'")
-    tree = renamed(tree)
-    check_keys(f"--config {path}", tree, knobs((kind or config_class(flat(tree)))()))
+    return path, renamed(tree)
 
 
 def read_yaml(path: Path, where: str) -> Any:
@@ -317,14 +284,9 @@ def read_yaml(path: Path, where: str) -> Any:
     try:
         if not path.is_file():
             raise ValueError("not a regular file")
-        text = path.read_text(encoding="utf-8")
-        alias = next((event for event in yaml.parse(text, yaml.SafeLoader) if isinstance(event, yaml.AliasEvent)), None)
-        if alias is not None:
-            raise yaml.YAMLError(f"alias *{alias.anchor} is not supported")
-        refuse_duplicates(yaml.compose(text, Loader=yaml.SafeLoader))
-        return yaml.safe_load(text)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        why = " ".join(str(error).split())
+        return load_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        why = one_line(error)
         raise UserError(f"{where} cannot be read as YAML ({why}); correct it or give another file") from None
 
 
@@ -332,20 +294,6 @@ def refuse_comment(name: str, value: str) -> None:
     """Refuse a value that the parser would take for a comment, and so for null."""
     if value.lstrip().startswith("#"):
         raise UserError(f"--{name} is '{value}'; a value cannot begin with #")
-
-
-def refuse_duplicates(node: yaml.Node | None) -> None:
-    """Refuse a key that appears twice in one group: YAML would silently drop the first."""
-    if isinstance(node, yaml.SequenceNode):
-        for one in node.value:
-            refuse_duplicates(one)
-    elif isinstance(node, yaml.MappingNode):
-        keys = [key.value for key, _ in node.value]
-        twice = next((key for key in keys if keys.count(key) > 1), None)
-        if twice is not None:
-            raise yaml.YAMLError(f"duplicate key '{twice}'")
-        for _, value in node.value:
-            refuse_duplicates(value)
 
 
 def check_keys(where: str, tree: Any, known: dict[str, Any], prefix: str = "") -> None:
@@ -368,14 +316,15 @@ def check_keys(where: str, tree: Any, known: dict[str, Any], prefix: str = "") -
 
 def unknown_option(given: str, known: Iterable[str], where: str = "", command: str = "fedmpi train") -> str:
     """Return the error message for an unknown option, with the closest match."""
-    known = list(known)
+    known, train, dashes = list(known), command == "fedmpi train", "" if where else "--"
     near = next((k for k in known if k.startswith(given)), None) or nearest(given, known)
-    more = "--help-all" if command == "fedmpi train" else "--help"
-    hints = [f"did you mean '{near}'?" if near else None, f"'{command} {more}' lists all options"]
-    if command == "fedmpi train":
-        dashes = "" if where else "--"
-        hints = [advice(given, dashes), hints[0], advice(given, dashes, roughly=True), hints[1]]
-    return f"unknown option '{given}'{where}; {next(hint for hint in hints if hint)}"
+    hint = (
+        (advice(given, dashes) if train else None)
+        or (f"did you mean '{near}'?" if near else None)
+        or (advice(given, dashes, roughly=True) if train else None)
+        or f"'{command} {'--help-all' if train else '--help'}' lists all options"
+    )
+    return f"unknown option '{given}'{where}; {hint}"
 
 
 def error_message(text: str, known: list[str], command: str) -> str:
@@ -393,4 +342,4 @@ def error_message(text: str, known: list[str], command: str) -> str:
         return f"{empty[1]} needs a value"
     if stray := re.search(r"unrecognized arguments: (\S+)", text):
         return unknown_option(stray[1].partition("=")[0], known, command=command)
-    return " ".join(text.split())
+    return one_line(text)

@@ -8,12 +8,13 @@ be read a `FileError`: both are faults (exit code 1), and both name the file and
 from __future__ import annotations
 
 import errno
-import functools
 import json
 import os
 import re
 import stat
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
 from types import UnionType
 from typing import (
@@ -31,15 +32,13 @@ from typing import (
 
 import yaml
 
-from ..errors import FileError, reason
+from ..errors import FileError, one_line, reason
 
 MOST_BYTES = 1 << 24  # of a record
 MOST_LINES_BYTES = 1 << 28  # of a file of lines: a hundred thousand rounds with some kB each
 LONGEST = 1 << 22  # of a line
 DEEPEST = 16  # levels of nesting; a run writes 4
-NESTING = re.compile(rb'"(?:[^"\\]|\\.)*"?|[\[\]{}]', re.DOTALL)
 LOADER: type[yaml.SafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-GROUPS = 3  # levels of a configuration: a list as the value of a knob in a group
 WAY_OUT = "restore it from a copy, or move it away"
 
 T = TypeVar("T")
@@ -264,7 +263,7 @@ def fault(value: Any, kind: Any, where: str) -> str:
 WHOLE = "its content"
 
 
-@functools.cache
+@cache
 def hints(kind: Any) -> dict[str, Any]:
     """Return the keys of a TypedDict with their types."""
     return get_type_hints(kind, include_extras=True)
@@ -300,34 +299,29 @@ def load(path: Path, most: int = MOST_BYTES) -> bytes:
         return file.read(most)
 
 
-def check_size(path: Path, file: BinaryIO, most: int) -> int:
-    """Return the size of a file; one that is larger than any that a run writes is `Damaged`."""
+def check_size(path: Path, file: BinaryIO, most: int) -> None:
+    """Refuse a file that is larger than any that a run writes."""
     size = os.fstat(file.fileno()).st_size
     if size > most:
         raise Damaged(path, f"has {size:,} bytes, and a run writes at most {most:,}")
-    return size
 
 
 def parse(path: Path, raw: bytes) -> Any:
     """Return the JSON in a file's bytes; `Damaged` if it is none, or nested too deeply."""
     try:
-        if too_deep(raw):
-            raise Damaged(path, f"is nested more than {DEEPEST} levels deep")
-        return json.loads(raw)
+        found = json.loads(raw)
     except (ValueError, RecursionError):
         raise Damaged(path, "is no JSON") from None
+    if raw.count(b"{") + raw.count(b"[") > DEEPEST and deeper(found, DEEPEST):
+        raise Damaged(path, f"is nested more than {DEEPEST} levels deep")
+    return found
 
 
-def too_deep(raw: bytes) -> bool:
-    """Return whether JSON is nested more than `DEEPEST` levels deep."""
-    if raw.count(b"{") + raw.count(b"[") <= DEEPEST:
+def deeper(value: Any, levels: int) -> bool:
+    """Return whether a value as JSON has it is nested more than so many levels deep."""
+    if not isinstance(value, list | dict):
         return False
-    depth = 0
-    for match in NESTING.finditer(raw):
-        depth += (match[0] in b"[{") - (match[0] in b"]}")
-        if depth > DEEPEST:
-            return True
-    return False
+    return levels == 0 or any(deeper(one, levels - 1) for one in (value.values() if isinstance(value, dict) else value))
 
 
 def checked(path: Path, value: Any, kind: type[T]) -> T:
@@ -350,34 +344,49 @@ def read(path: Path, kind: type[T], most: int = MOST_BYTES) -> T | None:
 
 
 def read_yaml(path: Path) -> Any:
-    """Return the configuration in a run folder; `Damaged` if it is no YAML. Use libyaml if it is installed, as a report
-    may read a thousand; deep nesting would overrun its stack, so that is refused first."""
+    """Return the configuration in a run folder; `Damaged` if it is no YAML."""
     with faults(path):
         try:
-            text, depth = load(path).decode(), 0
-            for event in yaml.parse(text, Loader=LOADER):
-                depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-                if depth > GROUPS:
-                    raise Damaged(path, f"is nested more than {GROUPS} levels deep")
-            return yaml.load(text, Loader=LOADER)
+            return load_yaml(load(path).decode())
         except (ValueError, yaml.YAMLError) as error:
-            raise Damaged(path, f"is no YAML ({' '.join(str(error).split())})") from None
+            raise Damaged(path, f"is no YAML ({one_line(error)})") from None
 
 
-class faults:
-    """Turns an OSError about a file of a run folder into a `FileError`."""
+def load_yaml(text: str) -> Any:
+    """Return the content of YAML without aliases and duplicate keys, else raise a YAMLError. Use libyaml if it is
+    installed, as a report may read a thousand; deep nesting would overrun its stack, so that is refused first."""
+    depth = 0
+    for event in yaml.parse(text, Loader=LOADER):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEEPEST:
+            raise yaml.YAMLError(f"nested more than {DEEPEST} levels deep")
+        if isinstance(event, yaml.AliasEvent):
+            raise yaml.YAMLError(f"alias *{event.anchor} is not supported")
+    refuse_duplicates(yaml.compose(text, Loader=LOADER))
+    return yaml.load(text, Loader=LOADER)
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
 
-    def __enter__(self) -> None:
-        pass
+def refuse_duplicates(node: yaml.Node | None) -> None:
+    """Refuse a key that appears twice in one group: YAML would silently drop the first."""
+    inner = node.value if isinstance(node, yaml.SequenceNode) else []
+    if isinstance(node, yaml.MappingNode):
+        keys = [key.value for key, _ in node.value]
+        inner = [value for _, value in node.value]
+        if twice := next((key for key in keys if keys.count(key) > 1), None):
+            raise yaml.YAMLError(f"duplicate key '{twice}'")
+    for one in inner:
+        refuse_duplicates(one)
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError):
-            raise FileError(
-                f"{self.path} cannot be read ({reason(error)}); nothing was changed: see to that and try again"
-            ) from error
+
+@contextmanager
+def faults(path: Path) -> Iterator[None]:
+    """Turn an OSError about a file of a run folder into a `FileError`."""
+    try:
+        yield
+    except OSError as error:
+        raise FileError(
+            f"{path} cannot be read ({reason(error)}); nothing was changed: see to that and try again"
+        ) from error
 
 
 def lines(path: Path, tail: int | None = None) -> Iterator[bytes]:
@@ -392,9 +401,7 @@ def lines(path: Path, tail: int | None = None) -> Iterator[bytes]:
                 check_size(path, file, MOST_LINES_BYTES)
             else:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - tail))
-            number = 0
-            while line := file.readline(LONGEST):
-                number += 1
+            for number, line in enumerate(iter(partial(file.readline, LONGEST), b""), 1):
                 if len(line) == LONGEST:
                     raise Damaged(path, f"has a line {number} of more than {LONGEST:,} bytes")
                 yield line

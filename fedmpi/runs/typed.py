@@ -1,4 +1,5 @@
 """The knobs of `fedmpi.train` for type checkers and editors. From config.py, by python -m tests.typed"""
+# ruff: noqa: UP013  (tables of names and types, several on a line)
 
 from __future__ import annotations
 
@@ -48,126 +49,52 @@ if TYPE_CHECKING:  # what config.py makes of the knobs that rules declare
 else:
     from .config import Local, Server
 
+LocalDict = TypedDict("LocalDict", {
+    "rule": str | None, "lr": float | None, "schedule": str, "epochs": int | None, "steps": int | None, "batch": int,
+    "work": str, "momentum": float | None, "weight_decay": float, "clip": float | None, "clip_update": float | None,
+    "mu": float, "option": str, "gradient": str,
+}, total=False)
 
-class LocalDict(TypedDict, total=False):
-    rule: str | None
-    lr: float | None
-    schedule: str
-    epochs: int | None
-    steps: int | None
-    batch: int
-    work: str
-    momentum: float | None
-    weight_decay: float
-    clip: float | None
-    clip_update: float | None
-    mu: float
-    option: str
-    gradient: str
+StepDict = TypedDict("StepDict", {
+    "layout": str, "precision": str, "compile": str, "together": int,
+}, total=False)
 
+ServerDict = TypedDict("ServerDict", {
+    "rule": str | None, "lr": float | None, "schedule": str, "momentum": float | None, "b1": float, "b2": float | None,
+    "eps": float | None, "variant": str, "mask_moments": bool,
+}, total=False)
 
-class StepDict(TypedDict, total=False):
-    layout: str
-    precision: str
-    compile: str
-    together: int
+SkewDict = TypedDict("SkewDict", {
+    "classes": int | None, "noise": float, "alpha": float, "beta": float, "owners": str,
+}, total=False)
 
+MetaDict = TypedDict("MetaDict", {
+    "size": int | None, "lr": float | None, "share": bool | None, "seed": int, "weights": list[float] | None,
+    "batch": int,
+}, total=False)
 
-class ServerDict(TypedDict, total=False):
-    rule: str | None
-    lr: float | None
-    schedule: str
-    momentum: float | None
-    b1: float
-    b2: float | None
-    eps: float | None
-    variant: str
-    mask_moments: bool
+MemoryDict = TypedDict("MemoryDict", {
+    "limit": float, "folder": str | None,
+}, total=False)
 
+EvalDict = TypedDict("EvalDict", {
+    "every": int, "batch": int, "samples": int | None,
+}, total=False)
 
-class SkewDict(TypedDict, total=False):
-    classes: int | None
-    noise: float
-    alpha: float
-    beta: float
-    owners: str
+CheckpointDict = TypedDict("CheckpointDict", {
+    "every": int | None, "minutes": float, "keep": int,
+}, total=False)
 
-
-class MetaDict(TypedDict, total=False):
-    size: int | None
-    lr: float | None
-    share: bool | None
-    seed: int
-    weights: list[float] | None
-    batch: int
-
-
-class MemoryDict(TypedDict, total=False):
-    limit: float
-    folder: str | None
-
-
-class EvalDict(TypedDict, total=False):
-    every: int
-    batch: int
-    samples: int | None
-
-
-class CheckpointDict(TypedDict, total=False):
-    every: int | None
-    minutes: float
-    keep: int
-
-
-class Knobs(TypedDict, total=False):
-    mask: str | None
-    tau: float | None
-    sharpness: float
-    data_root: str | None
-    augment: str | None
-    workers: int
-    split: str
-    clients: int
-    cohort: int
-    min_clients: int
-    rounds: int
-    seed: int
-    resume: str
-    max_minutes: float | None
-    comm: str
-    sum: str
-    wire: str
-    timeout: float
-    threads: int | None
-    device: str
-    deterministic: bool
-    evaluate: str
-    log_to: str
-    verbose: bool
-    quiet: bool
-    local: Local | LocalDict
-    step: Step | StepDict
-    server: Server | ServerDict
-    skew: Skew | SkewDict
-    meta: Meta | MetaDict
-    memory: Memory | MemoryDict
-    eval: Eval | EvalDict
-    checkpoint: Checkpoint | CheckpointDict
-    lr: float | None
-    epochs: int | None
-    num_steps: int | None
-    batch_size: int
-    mu: float
-    weight_decay: float
-    clip_grad: float | None
-    client_optimizer: str | None
-    server_lr: float | None
-    server_optimizer: str | None
-    beta1: float
-    beta2: float | None
-    eps: float | None
-    alpha: float
-    classes_per_client: int | None
-    test_every: int
-    test_batch_size: int
-    save_every: int | None
+Knobs = TypedDict("Knobs", {
+    "mask": str | None, "tau": float | None, "sharpness": float, "data_root": str | None, "augment": str | None,
+    "workers": int, "split": str, "clients": int, "cohort": int, "min_clients": int, "rounds": int, "seed": int,
+    "resume": str, "max_minutes": float | None, "comm": str, "sum": str, "wire": str, "timeout": float,
+    "threads": int | None, "device": str, "deterministic": bool, "evaluate": str, "log_to": str, "verbose": bool,
+    "quiet": bool, "local": Local | LocalDict, "step": Step | StepDict, "server": Server | ServerDict,
+    "skew": Skew | SkewDict, "meta": Meta | MetaDict, "memory": Memory | MemoryDict, "eval": Eval | EvalDict,
+    "checkpoint": Checkpoint | CheckpointDict, "lr": float | None, "epochs": int | None, "num_steps": int | None,
+    "batch_size": int, "mu": float, "weight_decay": float, "clip_grad": float | None, "client_optimizer": str | None,
+    "server_lr": float | None, "server_optimizer": str | None, "beta1": float, "beta2": float | None,
+    "eps": float | None, "alpha": float, "classes_per_client": int | None, "test_every": int, "test_batch_size": int,
+    "save_every": int | None,
+}, total=False)

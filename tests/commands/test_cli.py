@@ -525,10 +525,9 @@ def test_compare_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(out.splitlines()) == 3 and out.splitlines()[2].split()[:5] == ["run", "fedavg", "+", "and", "0.7"]
 
 
-def test_files_first_keeps_the_order_of_everything_else(recipe: Path) -> None:
+def test_split_files_keeps_the_order() -> None:
     given = ["--tau", "1", "--config", "small-yogi", "--seed=3", "--config=large", "--rounds", "2"]
-    front = [f"--config={recipe}"] * 2
-    assert options.files_first(given) == [*front, "--tau", "1", "--seed=3", "--rounds", "2"]
+    assert options.split_files(given) == (["small-yogi", "large"], ["--tau", "1", "--seed=3", "--rounds", "2"])
 
 
 def test_a_recipe_that_is_wrong_is_refused_too(recipe: Path) -> None:

@@ -23,8 +23,9 @@ import yaml
 from ...errors import UserError, nearest, unknown
 from ...plugins.knobs import knobs
 from ...runs.config import Config, renamed
-from ...runs.extend import KINDS, config_for
-from ...runs.options import check_keys, find_file, is_sweep, read_yaml, recipes, unknown_option
+from ...runs.extend import KINDS, config_class, config_for
+from ...runs.extend import flat as dotted
+from ...runs.options import check_keys, is_sweep, read_config, read_yaml, recipes, unknown_option
 from ..measures import measure
 from .grid import GROUPS, KNOWN, Choose, Knobs, Point, Stop, Sweep, Where, flat, label_of, points
 
@@ -108,8 +109,8 @@ def read_base(tree: Any, where: str, known: Mapping[str, Any]) -> tuple[Knobs, K
     rest = {key: value for key, value in tree.items() if key != "config"}
     start: Knobs = {}
     if "config" in tree:
-        file = find_file(str(tree["config"]))
-        tree = renamed(yaml.safe_load(file.read_text(encoding="utf-8")))
+        file, tree = read_config(str(tree["config"]))
+        check_keys(f"--config {file}", tree, knobs(config_class(dotted(tree))()))
         start = {k: v for k, v in flat(tree).items() if k not in OURS}
         known = {**known, **known_knobs(start)}
     own = read_knobs(rest, f"base in {where}", known)
