@@ -11,9 +11,14 @@ from pathlib import Path
 from fedmpi.errors import UserError
 
 
+def wrong(path: Path, what: str) -> UserError:
+    """Return the error for a file that is not as published."""
+    return UserError(f"{path} {what}; replace it by the original file")
+
+
 def damaged(path: Path, error: object) -> UserError:
     """Return the error for a file whose content is broken."""
-    return UserError(f"{path} is damaged or cut short ({error}); replace it by the original file")
+    return wrong(path, f"is damaged or cut short ({error})")
 
 
 def unreadable(path: Path, error: OSError) -> UserError:
@@ -36,5 +41,5 @@ def read_published(path: Path, size: int, sha256: str) -> bytearray:
     """Return the decompressed content of a file; if it has the published size, it must have the published SHA-256."""
     content = unpacked(path)
     if len(content) == size and hashlib.sha256(content).hexdigest() != sha256:
-        raise UserError(f"{path} is damaged: its SHA-256 is not that of the published file; replace it by the original")
+        raise wrong(path, "is damaged: its SHA-256 is not that of the published file")
     return content

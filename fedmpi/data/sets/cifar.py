@@ -32,9 +32,8 @@ import torch
 
 from fedmpi.data.arrays import Arrays
 from fedmpi.data.fetch import fetch_file
-from fedmpi.data.files import damaged, unreadable
+from fedmpi.data.files import damaged, unpacked, unreadable, wrong
 from fedmpi.data.store import Source, Tensors, load
-from fedmpi.errors import UserError
 from fedmpi.plugins.torchvision import import_torchvision
 
 Samples = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
@@ -42,7 +41,7 @@ Samples = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
 
 PUBLISHED = (50_000, 10_000)
 PIXELS = 3 * 32 * 32
-LONGEST = 1 << 28  # bytes; the files are shorter, so a file that is cut here fails the checks
+LONGEST = 1 << 28  # bytes of an archive's member; the files are shorter, so one that is cut here fails the checks
 
 
 class Version(NamedTuple):
@@ -50,8 +49,7 @@ class Version(NamedTuple):
 
     folder: str
     archive: str
-    suffix: str
-    """of the names of its files"""
+    suffix: str  # of the names of its files
     binary: bool
 
 
@@ -59,24 +57,25 @@ class Family(NamedTuple):
     """A data set in CIFAR's formats."""
 
     name: str
-    kind: str
-    """torchvision's class for it"""
     versions: tuple[Version, Version]
     train: tuple[str, ...]
     test: str
-    labels: tuple[tuple[str, int], ...]
-    """name in a pickle and number of values of each label, in record order; the last one is the class"""
+    labels: tuple[tuple[str, int], ...]  # name and number of values of each, in record order; the last is the class
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
 
     @property
-    def classes(self) -> int:
-        return self.labels[-1][1]
+    def published(self) -> Any:
+        """Return torchvision's class, which has the addresses and md5s."""
+        return getattr(import_torchvision().datasets, self.name.upper())
+
+    def members(self, version: Version) -> list[str]:
+        """Return all files of a version, with its folder."""
+        return [f"{version.folder}/{name}{version.suffix}" for name in (*self.train, self.test)]
 
 
 CIFAR10 = Family(
     "cifar10",
-    "CIFAR10",
     (
         Version("cifar-10-batches-py", "cifar-10-python.tar.gz", "", binary=False),
         Version("cifar-10-batches-bin", "cifar-10-binary.tar.gz", ".bin", binary=True),
@@ -89,7 +88,6 @@ CIFAR10 = Family(
 )
 CIFAR100 = Family(
     "cifar100",
-    "CIFAR100",
     (
         Version("cifar-100-python", "cifar-100-python.tar.gz", "", binary=False),
         Version("cifar-100-binary", "cifar-100-binary.tar.gz", ".bin", binary=True),
@@ -104,8 +102,8 @@ CIFAR100 = Family(
 
 def read(family: Family, root: Path | None = None) -> Arrays:
     """Load a data set of the family, from a root or the default one."""
-    stored = load(source_of(family), root)
-    return stored.arrays(family.name, family.classes, mean=family.mean, std=family.std, augment="crop:4+flip")
+    stored, classes = load(source_of(family), root), family.labels[-1][1]
+    return stored.arrays(family.name, classes, mean=family.mean, std=family.std, augment="crop:4+flip")
 
 
 def source_of(family: Family, root: Path | None = None) -> Source:
@@ -130,10 +128,10 @@ cifar100, cifar100_source = partial(read, CIFAR100), partial(source_of, CIFAR100
 def find_files(family: Family, base: Path) -> list[Path]:
     """Return the files of the first version that is present, or its archive; [] if there is neither."""
     for version in family.versions:
-        names = [f"{name}{version.suffix}" for name in (*family.train, family.test)]
-        there = [base / version.folder / name for name in names if (base / version.folder / name).is_file()]
-        subset = version.binary and len(there) > 1 and there[-1].name == names[-1]
-        if subset or len(there) == len(names):
+        files = [base / name for name in family.members(version)]
+        there = [file for file in files if file.is_file()]
+        subset = version.binary and len(there) > 1 and there[-1] == files[-1]
+        if subset or there == files:
             return there
         if (base / version.archive).is_file():
             return [base / version.archive]
@@ -145,13 +143,12 @@ def read_files(family: Family, files: list[Path]) -> Tensors:
     first = files[0]
     packed = first.name in [v.archive for v in family.versions]
     version = next(v for v in family.versions if (first.name == v.archive if packed else first.suffix == v.suffix))
-    md5s, archive_md5 = ({}, "") if version.binary else published_md5s(family)
     if packed:
-        names = [f"{version.folder}/{name}{version.suffix}" for name in (*family.train, family.test)]
-        contents = read_archive(first, names, archive_md5)
+        contents = read_archive(first, family.members(version), "" if version.binary else family.published.tgz_md5)
     else:
-        contents = ((file, read_file(file)) for file in files)
+        contents = ((file, unpacked(file)) for file in files)
 
+    md5s = {} if version.binary else dict([*family.published.train_list, *family.published.test_list])
     parts: dict[str, Samples] = {}
     for file, content in contents:
         name = file.name.removesuffix(version.suffix)
@@ -163,31 +160,26 @@ def read_files(family: Family, files: list[Path]) -> Tensors:
 
     train = [name for name in family.train if name in parts]
     if family.test not in parts or not train or not (version.binary or len(train) == len(family.train)):
-        needed = ", ".join(f"{version.folder}/{name}{version.suffix}" for name in (*family.train, family.test))
-        raise UserError(f"{first} does not have all of the files {needed}; replace it by the original")
-    return joined("", [parts[name] for name in train]) | joined("test_", [parts[family.test]])
-
-
-def joined(prefix: str, parts: list[Samples]) -> Tensors:
-    """Return the pictures and classes of several files as tensors."""
-    x = np.concatenate([x for x, _ in parts]).reshape(-1, 3, 32, 32)
-    return {f"{prefix}x": torch.from_numpy(x), f"{prefix}y": torch.from_numpy(np.concatenate([y for _, y in parts]))}
+        raise wrong(first, f"does not have all of the files {', '.join(family.members(version))}")
+    tensors = {}
+    for prefix, names in (("", train), ("test_", [family.test])):
+        x, y = (np.concatenate([parts[name][i] for name in names]) for i in (0, 1))
+        tensors[f"{prefix}x"] = torch.from_numpy(x.reshape(-1, 3, 32, 32))
+        tensors[f"{prefix}y"] = torch.from_numpy(y)
+    return tensors
 
 
 # The binary version
 
 
-def parse_records(family: Family, file: Path, content: bytes) -> Samples:
+def parse_records(family: Family, file: Path, content: bytes | bytearray) -> Samples:
     """Return the pictures and classes of a binary file."""
     labels = len(family.labels)
     record = labels + PIXELS
     most = PUBLISHED[1] if file.stem == family.test else PUBLISHED[0] // len(family.train)
     count, rest = divmod(len(content), record)
     if rest or not 1 <= count <= most:
-        raise UserError(
-            f"{file} holds {len(content):,} bytes, not 1 to {most:,} records of {record:,} bytes; replace it by the "
-            "original file"
-        )
+        raise wrong(file, f"holds {len(content):,} bytes, not 1 to {most:,} records of {record:,} bytes")
     rows = np.frombuffer(content, np.uint8).reshape(count, record)
     for column, (name, kinds) in enumerate(family.labels):
         check_labels(file, name, rows[:, column].tolist(), kinds)
@@ -198,10 +190,7 @@ def check_labels(file: Path, name: str, labels: Iterable[Any], kinds: int) -> No
     """Check that labels are integers below `kinds`."""
     for number, label in enumerate(labels):
         if not (isinstance(label, int) and 0 <= label < kinds):
-            raise UserError(
-                f"{file} has {name} {label!r} at record {number}, not one of 0 to {kinds - 1}; replace it by the "
-                "original file"
-            )
+            raise wrong(file, f"has {name} {label!r} at record {number}, not one of 0 to {kinds - 1}")
 
 
 # The Python version
@@ -215,8 +204,7 @@ def latin1(text: str, encoding: str) -> bytes:
 
 
 class Inert:
-    """Replaces a numpy array or dtype in a pickle: stores the arguments without using them, because invalid arguments
-    from a pickle can make numpy crash the process."""
+    """Stands for a numpy array or dtype in a pickle: numpy can crash on a pickle's invalid arguments."""
 
     def __init__(self, *made_from: Any) -> None:
         self.made_from = made_from
@@ -254,72 +242,49 @@ def pixels(array: Any) -> npt.NDArray[np.uint8] | None:
     return None
 
 
-def parse_pickle(family: Family, file: Path, content: bytes) -> Samples:
+def parse_pickle(family: Family, file: Path, content: bytes | bytearray) -> Samples:
     """Return the pictures and classes of a pickle."""
     try:
         batch = ArrayUnpickler(io.BytesIO(content), encoding="latin1").load()
     except Exception as error:  # a broken pickle may raise nearly anything
-        raise UserError(f"{file} is not a pickle of arrays: {error}; replace it by the original file") from error
+        raise wrong(file, f"is not a pickle of arrays: {error}") from error
     x = pixels(batch.get("data")) if isinstance(batch, dict) else None
     if x is None:
-        raise UserError(f"{file} has no array 'data' of bytes [n, {PIXELS}]; replace it by the original file")
+        raise wrong(file, f"has no array 'data' of bytes [n, {PIXELS}]")
     for name, kinds in family.labels:
         labels = batch.get(name)
         if not isinstance(labels, list) or len(labels) != len(x):
-            raise UserError(f"{file} has no list '{name}' of {len(x):,} numbers; replace it by the original file")
+            raise wrong(file, f"has no list '{name}' of {len(x):,} numbers")
         check_labels(file, name, labels, kinds)
     return x, np.array(labels, np.int64)
 
 
-def published_md5s(family: Family) -> tuple[dict[str, str], str]:
-    """Return torchvision's md5 of each file of the Python version, and of its archive."""
-    kind: Any = getattr(import_torchvision().datasets, family.kind)
-    return dict([*kind.train_list, *kind.test_list]), kind.tgz_md5
-
-
-def check_md5(file: Path, chunks: Iterable[bytes], published: str) -> None:
+def check_md5(file: Path, chunks: Iterable[bytes | bytearray], published: str) -> None:
     """Check that a file has the published content."""
     md5 = hashlib.md5(usedforsecurity=False)
     for chunk in chunks:
         md5.update(chunk)
     if md5.hexdigest() != published:
-        raise UserError(
-            f"{file} is not the published file: its md5 is {md5.hexdigest()}, not {published}; replace it by the "
-            "original, or remove it"
-        )
+        raise wrong(file, f"is not the published file: its md5 is {md5.hexdigest()}, not {published}")
 
 
 def fetch(family: Family, base: Path) -> None:
     """Download the archive of the Python version to torchvision's folder."""
-    kind: Any = getattr(import_torchvision().datasets, family.kind)
-    fetch_file([kind.url], base / kind.filename, kind.tgz_md5)
+    fetch_file([family.published.url], base / family.published.filename, family.published.tgz_md5)
 
 
-# Files and archives
-
-
-def read_file(file: Path) -> bytes:
-    """Return the content of a file."""
-    try:
-        with file.open("rb") as handle:
-            return handle.read(LONGEST)
-    except OSError as error:
-        raise unreadable(file, error) from error
-
-
-def read_archive(path: Path, names: list[str], md5: str) -> Iterator[tuple[Path, bytes]]:
-    """Yield the archive's regular members of those names, as archive/name, with their content. Raise a UserError if the
-    archive is damaged, or if an md5 is given and differs."""
+def read_archive(path: Path, names: list[str], md5: str) -> Iterator[tuple[Path, bytes | bytearray]]:
+    """Yield an archive's regular members of those names, as archive/name, with their content; check its `md5`."""
     try:
         with path.open("rb") as file:
             if md5:
                 check_md5(path, iter(partial(file.read, 1 << 20), b""), md5)
                 file.seek(0)
-            with gzip.open(file) as unpacked, tarfile.open(fileobj=unpacked, mode="r:") as archive:
+            with gzip.open(file) as plain, tarfile.open(fileobj=plain, mode="r:") as archive:
                 for member in archive:
                     if member.name in names and member.isreg() and (content := archive.extractfile(member)):
                         yield path / member.name, content.read(LONGEST)
-                while unpacked.read(1 << 20):  # to the end, where gzip checks its checksum
+                while plain.read(1 << 20):  # to the end, where gzip checks its checksum
                     pass
     except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise damaged(path, error) from error

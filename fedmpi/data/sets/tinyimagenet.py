@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 
 from fedmpi.data.arrays import Arrays
-from fedmpi.data.files import damaged, unreadable
+from fedmpi.data.files import damaged, unpacked, unreadable, wrong
 from fedmpi.data.store import Source, Tensors, load
 from fedmpi.errors import UserError
 
@@ -38,19 +38,29 @@ TRAIN = re.compile(r"train/([^/]+)/images/[^/.][^/]*\.JPEG")  # no leading dot: 
 VAL = re.compile(r"val/images/([^/.][^/]*\.JPEG)")
 
 
+Labelled = list[tuple[int, str]]  # class and name of each picture
+
+
 class Box(NamedTuple):
     """A folder or an archive in Tiny-ImageNet's layout."""
 
-    path: Path
-    """for error messages"""
-    names: set[str]
-    """of its pictures and possibly other files, relative to the top folder"""
-    get: Callable[[str], bytes]
-    """reads a file by name"""
+    path: Path  # for error messages
+    names: set[str]  # of its pictures and possibly other files, relative to the top folder
+    get: Callable[[str], bytes | bytearray]  # reads a file by name
 
+    def number_of(self, place: str, wnid: str, numbers: dict[str, int]) -> int:
+        """Return the number of a class, which must be listed."""
+        if wnid not in numbers:
+            fix = "add it there, or remove the picture"
+            raise UserError(f"{self.path / place}: class '{wnid}' is not in {WNIDS}; {fix}")
+        return numbers[wnid]
 
-Labelled = list[tuple[int, str]]
-"""class and name of each picture"""
+    def lines(self, name: str) -> list[str]:
+        """Return the non-empty lines of one of the lists."""
+        try:
+            return [line for line in self.get(name).decode().splitlines() if line.strip()]
+        except UnicodeDecodeError as error:
+            raise wrong(self.path / name, f"is not text ({error})") from error
 
 
 def tinyimagenet(root: Path | None = None) -> Arrays:
@@ -100,15 +110,9 @@ def read_files(files: list[Path]) -> Tensors:
 
 def open_folder(folder: Path) -> Box:
     """Open a folder."""
-
-    def get(name: str) -> bytes:
-        try:
-            return (folder / name).read_bytes()
-        except OSError as error:
-            raise unreadable(folder / name, error) from error
-
     found = [*folder.glob("train/*/images/*.JPEG"), *folder.glob("val/images/*.JPEG")]
-    return Box(folder, {file.relative_to(folder).as_posix() for file in found}, get)
+    names = {file.relative_to(folder).as_posix() for file in found}
+    return Box(folder, names, lambda name: unpacked(folder / name))
 
 
 def open_archive(path: Path, archive: zipfile.ZipFile) -> Box:
@@ -118,9 +122,9 @@ def open_archive(path: Path, archive: zipfile.ZipFile) -> Box:
         try:
             return archive.read(f"{FOLDER}/{name}")
         except KeyError as error:
-            raise UserError(f"{path} has no {FOLDER}/{name}; replace it by the original file") from error
+            raise wrong(path, f"has no {FOLDER}/{name}") from error
         except Exception as error:  # damaged, encrypted, unknown compression: each raises another exception
-            raise UserError(f"{path} is damaged at {FOLDER}/{name} ({error}); replace it by the original") from error
+            raise wrong(path, f"is damaged at {FOLDER}/{name} ({error})") from error
 
     names = {name.removeprefix(f"{FOLDER}/") for name in archive.namelist() if name.startswith(f"{FOLDER}/")}
     return Box(path / FOLDER, names, get)
@@ -134,31 +138,19 @@ def read_box(box: Box) -> Tensors:
     return decoded("", box, train) | decoded("test_", box, test)
 
 
-def read_lines(box: Box, name: str) -> list[str]:
-    """Return the non-empty lines of one of the lists."""
-    try:
-        return [line for line in box.get(name).decode().splitlines() if line.strip()]
-    except UnicodeDecodeError as error:
-        raise UserError(f"{box.path / name} is not text ({error}); replace it by the original file") from error
-
-
 def read_wnids(box: Box) -> dict[str, int]:
     """Return the number of each class."""
-    wnids = [line.strip() for line in read_lines(box, WNIDS)]
+    wnids = [line.strip() for line in box.lines(WNIDS)]
     if not wnids or len(set(wnids)) < len(wnids):
-        raise UserError(
-            f"{box.path / WNIDS} lists {len(wnids)} classes, {len(set(wnids))} of them different; it must list at "
-            "least one, and each once"
-        )
+        given = f"lists {len(wnids)} classes, {len(set(wnids))} of them different"
+        raise UserError(f"{box.path / WNIDS} {given}; it must list at least one, and each once")
     return {wnid: i for i, wnid in enumerate(wnids)}
 
 
 def train_pictures(box: Box, number: dict[str, int]) -> Labelled:
     """Return the train pictures, ordered by class and the numbers in their names; each class must have one."""
-    pictures = []
-    for name in box.names:
-        if found := TRAIN.fullmatch(name):
-            pictures.append((class_of(box, name, found[1], number), name))
+    found = [match for name in box.names if (match := TRAIN.fullmatch(name))]
+    pictures = [(box.number_of(match[0], match[1], number), match[0]) for match in found]
     there = {c for c, _ in pictures}
     if absent := [wnid for wnid, c in number.items() if c not in there]:
         raise UserError(
@@ -171,25 +163,18 @@ def train_pictures(box: Box, number: dict[str, int]) -> Labelled:
 def val_pictures(box: Box, number: dict[str, int]) -> Labelled:
     """Return the test pictures, ordered by the numbers in their names."""
     wnids: dict[str, str] = {}
-    for line in read_lines(box, ANNOTATIONS):
-        name, _, rest = line.partition("\t")
-        wnids[name] = rest.partition("\t")[0].strip()
+    for line in box.lines(ANNOTATIONS):
+        name, wnid, *_ = [*line.split("\t"), ""]
+        wnids[name] = wnid.strip()
     pictures = []
     for name in box.names:
         if found := VAL.fullmatch(name):
             if found[1] not in wnids:
                 raise UserError(f"{box.path / name} is not in {ANNOTATIONS}; add its line, or remove the picture")
-            pictures.append((class_of(box, f"{ANNOTATIONS}, {found[1]}", wnids[found[1]], number), name))
+            pictures.append((box.number_of(f"{ANNOTATIONS}, {found[1]}", wnids[found[1]], number), name))
     if not pictures:
         raise UserError(f"{box.path} has no val/images/*.JPEG; add the pictures")
     return sorted(pictures, key=lambda picture: natural(picture[1]))
-
-
-def class_of(box: Box, place: str, wnid: str, number: dict[str, int]) -> int:
-    """Return the number of a class, which must be listed."""
-    if wnid not in number:
-        raise UserError(f"{box.path / place}: class '{wnid}' is not in {WNIDS}; add it there, or remove the picture")
-    return number[wnid]
 
 
 def natural(name: str) -> tuple[str, str]:
@@ -205,15 +190,15 @@ def decoded(prefix: str, box: Box, pictures: Labelled) -> Tensors:
     return {f"{prefix}x": torch.from_numpy(x), f"{prefix}y": torch.tensor([c for c, _ in pictures])}
 
 
-def decode(path: Path, content: bytes) -> npt.NDArray[np.uint8]:
+def decode(path: Path, content: bytes | bytearray) -> npt.NDArray[np.uint8]:
     """Return the pixels of a JPEG, [64, 64, 3]; grey ones are converted to colour."""
     from PIL import Image  # imported here: no other data set needs it
 
     try:
         with Image.open(io.BytesIO(content), formats=["JPEG"]) as image:
-            if image.size == (SIDE, SIDE):
-                return np.asarray(image.convert("RGB"))
             width, height = image.size
+            if (width, height) == (SIDE, SIDE):
+                return np.asarray(image.convert("RGB"))
     except Exception as error:  # a broken picture may raise nearly anything
-        raise UserError(f"{path} is not a JPEG that can be read ({error}); replace it by the original file") from error
-    raise UserError(f"{path} is {width} x {height}, not {SIDE} x {SIDE}; replace it by the original file")
+        raise wrong(path, f"is not a JPEG that can be read ({error})") from error
+    raise wrong(path, f"is {width} x {height}, not {SIDE} x {SIDE}")

@@ -21,6 +21,7 @@ import torch
 from realdata import Bytes, cifar10_root, cifar100_root, records, shared_data, tiles
 
 from fedmpi.data.arrays import Arrays
+from fedmpi.data.files import unpacked
 from fedmpi.data.sets import cifar
 from fedmpi.data.sets.cifar import CIFAR10, CIFAR100, Family
 from fedmpi.errors import UserError
@@ -118,7 +119,7 @@ def put(root: Path, family: Family, place: str, seed: int = 0) -> Path:
 
 def trust(monkeypatch: pytest.MonkeyPatch, root: Path, family: Family) -> None:
     """Let the pickles and the archive that are there be the published ones."""
-    kind = getattr(import_torchvision().datasets, family.kind)
+    kind = family.published
     version = family.versions[0]
 
     def md5(path: Path) -> str:
@@ -194,8 +195,8 @@ def test_the_python_version_comes_first_and_a_folder_before_its_archive(
 
 @FAMILIES
 def test_torchvision_reads_the_same_pickles_alike(root: Path, family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = getattr(import_torchvision().datasets, family.kind)
-    meta = pickle.dumps({kind.meta["key"]: [str(i) for i in range(family.classes)]})
+    kind = family.published
+    meta = pickle.dumps({kind.meta["key"]: [str(i) for i in range(family.labels[-1][1])]})
     contents = pickles(family, write=in_pickle)
     write_files(root / family.versions[0].folder, contents | {kind.meta["filename"]: meta})
     trust(monkeypatch, root, family)
@@ -264,7 +265,7 @@ def test_the_archive_is_fetched_where_nothing_is(root: Path, family: Family, mon
         trust(monkeypatch, root, family)
 
     monkeypatch.setattr(cifar, "fetch_file", fetch_file)
-    kind = getattr(import_torchvision().datasets, family.kind)
+    kind = family.published
     wanted = ([kind.url], root / family.versions[0].archive, kind.tgz_md5)
     assert is_sample(load(family, root), family, family.train)
     assert asked == [wanted]
@@ -347,7 +348,7 @@ def test_a_file_that_cannot_be_read_is_refused_by_name(root: Path) -> None:
     folder = put(root, CIFAR10, "bin")
     for path in (folder, root / "gone.tar.gz"):
         with pytest.raises(UserError, match=f"{path} cannot be read"):
-            cifar.read_file(path) if path is folder else list(cifar.read_archive(path, [], ""))
+            unpacked(path) if path is folder else list(cifar.read_archive(path, [], ""))
 
 
 # --- what is refused: archives
