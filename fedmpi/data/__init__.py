@@ -42,16 +42,11 @@ __all__ = [
 class DataRow:
     """A built-in data set."""
 
-    load: Callable[[Path | None], Arrays]
-    """loads it from a data root"""
-    source: Callable[[Path | None], Source]
-    """the files that `load` prepares it from"""
+    load: Callable[[Path | None], Arrays]  # loads it from a data root
+    source: Callable[[Path | None], Source]  # the files that `load` prepares it from
     about: str
-    """short description"""
-    model: str = "lenet"
-    """the papers' model for it"""
-    classes: int = 2
-    """the papers' number of classes per client under label skew"""
+    model: str = "lenet"  # that of the papers
+    classes: int = 2  # the papers' number of classes per client under label skew
 
 
 RESNET = "resnet18-gn"

@@ -29,7 +29,8 @@ def fetch_file(urls: list[str], target: Path, md5: str) -> None:
         reasons = []
         for url in urls:
             try:
-                with socket_timeout(STALL_SECONDS), quiet_unless_terminal():
+                quiet = contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO())
+                with socket_timeout(STALL_SECONDS), quiet:  # no progress bar in log files
                     utils.download_url(url, aside, target.name, md5)
                 os.replace(Path(aside) / target.name, target)
                 return
@@ -47,14 +48,13 @@ def probe(urls: list[str], seconds: float = PROBE_SECONDS) -> None:
         for url in urls:
             try:
                 urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=seconds).close()
-                answered.set()
-            except urllib.error.HTTPError as error:
+            except urllib.error.HTTPError as error:  # an answer, too
                 error.close()
-                answered.set()
             except (OSError, ValueError) as error:
                 reasons.append(str(getattr(error, "reason", error)))
-            if answered.is_set():
-                break
+                continue
+            answered.set()
+            break
         done.set()
 
     threading.Thread(target=ask, daemon=True).start()
@@ -72,10 +72,3 @@ def socket_timeout(seconds: float) -> Iterator[None]:
         yield
     finally:
         socket.setdefaulttimeout(before)
-
-
-@contextlib.contextmanager
-def quiet_unless_terminal() -> Iterator[None]:
-    """Keep torchvision's progress bar out of log files."""
-    with contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO()):
-        yield

@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import lzma
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 
 from fedmpi.errors import UserError
@@ -35,6 +36,12 @@ def unpacked(path: Path) -> bytearray:
         raise damaged(path, error) from error
     except OSError as error:
         raise unreadable(path, error) from error
+
+
+def complete(folder: Path, names: Iterable[str]) -> list[Path]:
+    """Return a folder's files of those names, uncompressed or else .gz; [] if one is missing."""
+    found = [[f for f in (folder / name, folder / f"{name}.gz") if f.is_file()] for name in names]
+    return [files[0] for files in found] if all(found) else []
 
 
 def read_published(path: Path, size: int, sha256: str) -> bytearray:

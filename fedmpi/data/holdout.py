@@ -32,10 +32,8 @@ def hold_out(y: Ints, classes: int, size: int, seed: int, weights: Sequence[floa
     for label, count in enumerate(wanted):
         able = np.flatnonzero(y == label)
         if count > len(able):
-            raise UserError(
-                f"--meta.weights ask for {count} samples of class {label}, which has {len(able)}; "
-                "lower its weight or --meta.size"
-            )
+            given = f"ask for {count} samples of class {label}, which has {len(able)}"
+            raise UserError(f"--meta.weights {given}; lower its weight or --meta.size")
         chosen.append(rng.choice(able, count, replace=False))
     return np.sort(np.concatenate(chosen))
 
@@ -45,9 +43,8 @@ def check_weights(weights: Sequence[float], classes: int | None = None) -> None:
     if not all(math.isfinite(w) and w >= 0 for w in weights) or not 0 < sum(weights) < math.inf:
         raise UserError(f"--meta.weights are {list(weights)}; they must be numbers >= 0, and not all zero")
     if classes is not None and len(weights) != classes:
-        raise UserError(
-            f"--meta.weights are {len(weights)} numbers, but the data have {classes} classes: give one each"
-        )
+        given = f"{len(weights)} numbers, but the data have {classes} classes"
+        raise UserError(f"--meta.weights are {given}: give one each")
 
 
 def apportion(total: int, weights: npt.NDArray[np.float64]) -> Ints:

@@ -21,10 +21,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from fedmpi.data.files import unpacked
-from fedmpi.data.store import Tensors
+from fedmpi.data.store import Tensors, as_tensors
 from fedmpi.errors import UserError
 from fedmpi.seeds import raw_bits
 
@@ -32,12 +31,9 @@ log = logging.getLogger("fedmpi")
 
 Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int64]
-Samples = tuple[Bytes, Ints]
-"""samples [n, ...] and their labels [n], all of one client"""
-Clients = dict[str, list[Samples]]
-"""the samples of each client, by name"""
-Convert = Callable[[list[Any], list[Any]], Samples]
-"""(x, y) of a client in the json -> samples; raises ValueError with a description of invalid values"""
+Samples = tuple[Bytes, Ints]  # samples [n, ...] and their labels [n], all of one client
+Clients = dict[str, list[Samples]]  # the samples of each client, by name
+Convert = Callable[[list[Any], list[Any]], Samples]  # x and y of a client in the json; raises ValueError
 
 PACKINGS = ("", ".gz", ".xz")
 SEED = 0x1EAF  # of the draw of test clients
@@ -63,19 +59,16 @@ def pick(folder: Path, ending: str) -> list[Path]:
 
 def read(files: list[Path], convert: Convert) -> Tensors:
     """Return the tensors of LEAF's files, split by client."""
-    train: Clients = {}
-    test: Clients = {}
+    parts: dict[str, Clients] = {"train": {}, "test": {}}
     for file in files:
-        clients = train if file.parent.name == "train" else test
         for user, samples in users_of(file, convert):
-            clients.setdefault(user, []).append(samples)
+            parts[file.parent.name].setdefault(user, []).append(samples)
     where = files[0].parent.parent
-    for part, clients in (("train", train), ("test", test)):
+    for part, clients in parts.items():
         if not clients:
-            raise UserError(
-                f"{where / part} has no json file with a user who has samples; put both of LEAF's folders, train and "
-                f"test, into {where}"
-            )
+            fix = f"put both of LEAF's folders, train and test, into {where}"
+            raise UserError(f"{where / part} has no json file with a user who has samples; {fix}")
+    train, test = parts.values()
     if not train.keys() & test.keys():
         return tensors_of(train, test)
     for user in list(test):
@@ -140,10 +133,8 @@ def invalid(path: Path, what: str) -> UserError:
 def by_client(clients: Clients, where: Path) -> Tensors:
     """Return the tensors of clients (this empties the dict); some clients become the test set."""
     if len(clients) < 2:
-        raise UserError(
-            f"{where} has too few clients with samples ({len(clients)}); it needs two, as test clients do not train: "
-            "add files with more clients"
-        )
+        fix = "it needs two, as test clients do not train: add files with more clients"
+        raise UserError(f"{where} has too few clients with samples ({len(clients)}); {fix}")
     drawn = draw(sorted(clients))
     log.info("%s: %d of %d clients (a fixed choice) are test clients and do not train", where, len(drawn), len(clients))
     test = {name: clients.pop(name) for name in drawn}
@@ -158,15 +149,12 @@ def draw(names: list[str]) -> list[str]:
 
 def tensors_of(train: Clients, test: Clients) -> Tensors:
     """Return the tensors of a data set (this empties the dicts); owners number the train clients in name order."""
-    x, y, owner = join(train)
-    test_x, test_y, _ = join(test)
-    arrays = {"x": x, "y": y, "test_x": test_x, "test_y": test_y, "owner": owner}
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+    (x, y, owner), (test_x, test_y, _) = map(join, (train, test))
+    return as_tensors(x=x, y=y, test_x=test_x, test_y=test_y, owner=owner)
 
 
 def join(clients: Clients) -> tuple[Bytes, Ints, Ints]:
-    """Return all samples, labels and client numbers in name order. Removes each client's samples once they are copied,
-    so that nothing is in memory twice."""
+    """Return all samples, labels and client numbers in name order; empties the dict, as it may fill the memory."""
     names = sorted(clients)
     sizes = [sum(len(y) for _, y in clients[name]) for name in names]
     x: Bytes = np.empty((sum(sizes), *clients[names[0]][0][0].shape[1:]), dtype=np.uint8)

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import safetensors
 import safetensors.torch
 import torch
@@ -37,30 +38,21 @@ log = logging.getLogger("fedmpi")
 
 LEFT_SECONDS = 3600.0  # a temporary file that is older was left by a killed process
 
-Tensors = dict[str, Tensor]
-"""x, y, test_x, test_y and, if samples have owners, owner: the tensors of `Arrays`"""
+Tensors = dict[str, Tensor]  # x, y, test_x, test_y and, if samples have owners, owner: the tensors of `Arrays`
 
 
 @dataclass(frozen=True)
 class Source:
     """The files of a data set, and how to read them."""
 
-    name: str
-    """also names the prepared file"""
-    version: int
-    """part of that file's name: raise it with any change to the tensors"""
-    read: Callable[[list[Path]], Tensors]
-    """reads the tensors from the files; raises a UserError that names an invalid file"""
-    find: Callable[[Path], list[Path]] = lambda root: []
-    """returns the files under a data root, cheaply; [] if they are not complete"""
-    wanted: str = ""
-    """instructions for the user: which files belong where under the root"""
-    fetch: Callable[[Path], None] | None = None
-    """downloads the files to where `find` finds them"""
-    generated: bool = False
-    """whether `read` generates the data without files"""
-    published: tuple[int, int] | None = None
-    """number of train and test samples of the full set"""
+    name: str  # also names the prepared file
+    version: int  # part of that file's name: raise it with any change to the tensors
+    read: Callable[[list[Path]], Tensors]  # reads the files; raises a UserError that names an invalid one
+    find: Callable[[Path], list[Path]] = lambda root: []  # finds them under a root, cheaply; [] if not complete
+    wanted: str = ""  # instructions for the user: which files belong where under the root
+    fetch: Callable[[Path], None] | None = None  # downloads the files to where `find` finds them
+    generated: bool = False  # whether `read` generates the data without files
+    published: tuple[int, int] | None = None  # number of train and test samples of the full set
 
 
 @dataclass(frozen=True)
@@ -68,17 +60,12 @@ class Stored:
     """A prepared data set."""
 
     tensors: Tensors
-    mean: tuple[float, ...]
-    """of x / 255, per channel, if x are images"""
+    mean: tuple[float, ...]  # of x / 255, per channel, if x are images
     std: tuple[float, ...]
-    sources: list[str]
-    """names of the files it was read from"""
-    path: Path | None
-    """the prepared file that the tensors are mapped from; None if no folder was writable"""
+    sources: list[str]  # names of the files it was read from
+    path: Path | None  # the prepared file that the tensors are mapped from; None if no folder was writable
     published: tuple[int, int] | None = None
-    """number of train and test samples of the full set"""
-    sha256: str = ""
-    """of the tensors"""
+    sha256: str = ""  # of the tensors
 
     @property
     def note(self) -> str:
@@ -94,6 +81,11 @@ class Stored:
         fields: dict[str, Any] = {"mean": self.mean, "std": self.std, "note": self.note, "sha256": self.sha256}
         fields |= about | self.tensors
         return Arrays(name, classes, **fields)
+
+
+def as_tensors(**arrays: npt.NDArray[Any]) -> Tensors:
+    """Return arrays as tensors, without a copy."""
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
 def cache_folder() -> Path:
@@ -144,7 +136,7 @@ def prepared_files(source: Source, base: Path) -> list[Path]:
 
 def prepare(source: Source, base: Path) -> Stored:
     """Read the source and store the result, in one process while the others wait; if it fails, all raise its error."""
-    check_source(source, base)
+    needed_fetch(source, base)  # raises before anything is written
     path = next((p for p in prepared_files(source, base) if can_write(p.parent)), None)
     if path is None:
         log.warning("no writable folder for the prepared '%s': each process reads its source", source.name)
@@ -176,26 +168,26 @@ def find_files(source: Source, base: Path) -> list[Path]:
         raise UserError(f"{base} cannot be searched for '{source.name}' ({error.strerror or error})") from error
 
 
-def check_source(source: Source, base: Path) -> None:
-    """Raise a UserError for a source that is missing and cannot be downloaded."""
+def needed_fetch(source: Source, base: Path) -> Callable[[Path], None] | None:
+    """Return the download that a source needs, None if its files are here; raise a UserError if there is no way."""
     if source.generated or find_files(source, base):
-        return
+        return None
     if source.fetch is None:
         raise missing(source, base, "and there is no place to download it from")
     if os.environ.get("FEDMPI_OFFLINE"):
         raise missing(source, base, "FEDMPI_OFFLINE forbids a download")
+    return source.fetch
 
 
 def read_source(source: Source, base: Path) -> Tensors:
     """Return the tensors from the source's files, which are downloaded if they are missing."""
-    if not source.generated and not find_files(source, base):
-        assert source.fetch is not None, "checked before"
+    if fetch := needed_fetch(source, base):
         try:
             base.mkdir(exist_ok=True, parents=base == cache_folder() / "data")
         except OSError as error:
             raise missing(source, base, f"and that folder cannot be made ({error.strerror})") from error
         try:
-            source.fetch(base)
+            fetch(base)
         except UserError:
             raise
         except Exception as error:
@@ -216,8 +208,7 @@ def missing(source: Source, base: Path, why: str) -> UserError:
 
 
 def can_write(folder: Path) -> bool:
-    """Return whether files can be created in a folder, which is created if it is missing. A folder without any write
-    permission is respected even by root, who could write to it."""
+    """Return whether files can be created in a folder, made if missing; read-only ones are respected even by root."""
     there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     probe = folder / f".{uuid.uuid4().hex}"
     try:
@@ -266,8 +257,7 @@ def moments(x: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 
 def read_prepared(path: Path, source: Source, base: Path, quiet: bool = False) -> Stored | None:
-    """Return the data set in a prepared file; None if there is none, or if it is damaged or older than its source (with
-    a warning in the log unless `quiet`)."""
+    """Return the data set in a prepared file; None if it is missing, damaged or older than its source."""
     warn = log.debug if quiet else log.warning
     try:
         with safetensors.safe_open(path, "pt") as file:
@@ -293,12 +283,8 @@ def read_prepared(path: Path, source: Source, base: Path, quiet: bool = False) -
 def write_prepared(path: Path, source: Source, base: Path, tensors: Tensors) -> None:
     """Write tensors to a temporary file, and rename it to the prepared file."""
     mean, std = moments(tensors["x"])
-    about = {
-        "sha256": digest(tensors),
-        "sources": json.dumps(fingerprint(source, base)),
-        "mean": json.dumps(mean),
-        "std": json.dumps(std),
-    }
+    values = {"sources": fingerprint(source, base), "mean": mean, "std": std}
+    about = {"sha256": digest(tensors)} | {key: json.dumps(value) for key, value in values.items()}
     aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         for left in path.parent.glob(f".{path.name}.*"):  # left by killed processes
@@ -317,11 +303,8 @@ def write_prepared(path: Path, source: Source, base: Path, tensors: Tensors) -> 
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[str]:
-    """Hold the lock file `path`; yield what another process wrote to it while this one waited.
-
-    On a file system without locks this does nothing: files created under the lock are renamed into place, so the lock
-    only avoids duplicate work.
-    """
+    """Hold the lock file `path`; yield what another process wrote to it while this one waited. Without locks in the
+    file system this does nothing: files are renamed into place, so a lock only avoids duplicate work."""
     with contextlib.ExitStack() as stack:
         text = ""
         with contextlib.suppress(OSError):

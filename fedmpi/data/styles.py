@@ -33,10 +33,8 @@ Ints = npt.NDArray[np.int64]
 class Styles:
     """The table of styles, how one is applied, and which sample gets which."""
 
-    channels: int
-    """channels of an image with its style applied"""
-    table: Tensor
-    """float32 [styles, ...], one row per style"""
+    channels: int  # of an image with its style applied
+    table: Tensor  # float32 [styles, ...], one row per style
     apply_style: Callable[[Tensor, Tensor], Tensor]
     """(floats [b, 1, height, width] of 0 to 255, rows of the table [b, ...]) -> floats [b, channels, height, width]"""
     train: Callable[[Ints, Ints, int, np.random.Generator, np.random.Generator], Ints]
@@ -62,9 +60,7 @@ def assign_styles(arrays: Arrays, partition: Partition, seed: int) -> Arrays:
 def seen(arrays: Arrays, samples: Tensor, test: bool = False) -> Tensor:
     """Return images as a model sees them before normalisation, uint8 [k, channels, height, width]."""
     if arrays.kind != "images":
-        raise UserError(
-            f"data set '{arrays.name}' has {arrays.kind}; only images can be shown, so use another data set"
-        )
+        raise UserError(f"data set '{arrays.name}' has {arrays.kind}; only images can be shown")
     x, style = (arrays.test_x, arrays.test_style) if test else (arrays.x, arrays.style)
     if arrays.styles is None:
         return x[samples]

@@ -22,13 +22,10 @@ import torch
 from fedmpi.data import leaf
 from fedmpi.data.arrays import Arrays
 from fedmpi.data.fetch import fetch_file
-from fedmpi.data.files import read_published
+from fedmpi.data.files import complete, read_published, wrong
 from fedmpi.data.sets import vision
 from fedmpi.data.store import Source, Tensors, load
-from fedmpi.errors import UserError
 from fedmpi.plugins.torchvision import import_torchvision
-
-Rows = npt.NDArray[np.int32]
 
 SIDE = 28
 CLASSES = 62  # digits, capitals, small letters
@@ -42,12 +39,11 @@ LABELS_SIZE = 1_920_012
 def femnist(root: Path | None = None) -> Arrays:
     """Load LEAF's FEMNIST (10 classes if it has digits only), else MNIST by QMNIST's writers; the note says which."""
     stored = load(femnist_source(root), root)
-    tensors = stored.tensors
-    highest = max(int(tensors[part].max()) for part in ("y", "test_y"))
-    note = ""
-    if not any(".json" in name for name in stored.sources):
-        writers = int(tensors["owner"].max()) + 1
-        note = f"MNIST's digits by QMNIST's {writers} writers, in place of LEAF's FEMNIST"
+    highest = max(int(stored.tensors[part].max()) for part in ("y", "test_y"))
+    writers = int(stored.tensors["owner"].max()) + 1
+    note = f"MNIST's digits by QMNIST's {writers} writers, in place of LEAF's FEMNIST"
+    if any(".json" in name for name in stored.sources):
+        note = ""
     return stored.arrays("femnist", 10 if highest < 10 else CLASSES, note=note)
 
 
@@ -70,15 +66,8 @@ def find(base: Path) -> list[Path]:
     """Return LEAF's files, else MNIST's four and QMNIST's two."""
     if files := leaf.find(base, "femnist"):
         return files
-    digits = vision.find_files([base / "MNIST" / "raw"])
-    labels = [file for name in LABELS if (file := label_file(base, name)) is not None]
-    return [*digits, *labels] if digits and len(labels) == len(LABELS) else []
-
-
-def label_file(base: Path, name: str) -> Path | None:
-    """Return a label file of QMNIST, preferably uncompressed; None if it is missing."""
-    plain = base / "QMNIST" / "raw" / name
-    return next((file for file in (plain, plain.with_name(f"{name}.gz")) if file.is_file()), None)
+    digits, labels = complete(base / "MNIST" / "raw", vision.FILES), complete(base / "QMNIST" / "raw", LABELS)
+    return [*digits, *labels] if digits and labels else []
 
 
 def read(files: list[Path]) -> Tensors:
@@ -114,31 +103,32 @@ def read_digits(digit_files: list[Path], label_files: list[Path]) -> Tensors:
         labels = tensors[part].numpy()
         rows = read_rows(path, sha256)[: len(labels)]
         if not np.array_equal(rows[:, 0], labels):
-            raise UserError(f"{path} does not belong to the digits of MNIST: its classes differ; replace both")
+            raise wrong(path, "does not belong to the digits of MNIST: its classes differ")
         writers.append(rows[:, 2])
     train, test = writers
     if both := np.intersect1d(train, test).tolist():
-        raise UserError(f"{label_files[1]} has writer {both[0]}, who is also in {label_files[0].name}; replace both")
+        raise wrong(label_files[1], f"has writer {both[0]}, who is also in {label_files[0].name}")
     owner = np.unique(train, return_inverse=True)[1].astype(np.int64)
     return tensors | {"owner": torch.from_numpy(owner)}
 
 
-def read_rows(path: Path, sha256: str) -> Rows:
+def read_rows(path: Path, sha256: str) -> npt.NDArray[np.int32]:
     """Return the rows of a label file of QMNIST."""
     data = read_published(path, LABELS_SIZE, sha256)
     kind, rows, columns = struct.unpack(">3I", data[:12]) if len(data) >= 12 else (0, 0, 0)
     if kind != 0x0C02 or columns < 3 or len(data) - 12 != 4 * rows * columns:  # 0C: int32, 02: two axes
-        raise UserError(f"{path} is not a label file of QMNIST, or is cut short; replace it by the original file")
+        raise wrong(path, "is not a label file of QMNIST, or is cut short")
     return np.frombuffer(data, dtype=">i4", offset=12).reshape(rows, columns).astype(np.int32)
 
 
 def fetch(base: Path) -> None:
     """Download the missing files of the substitute to torchvision's folders."""
-    if not vision.find_files([base / "MNIST" / "raw"]):
+    if not complete(base / "MNIST" / "raw", vision.FILES):
         vision.fetch(vision.MNIST, base)
     resources = import_torchvision().datasets.QMNIST.resources
     known = {url.rsplit("/", 1)[-1]: (url, md5) for part in resources.values() for url, md5 in part}
+    raw = base / "QMNIST" / "raw"
     for name in LABELS:
-        if label_file(base, name) is None:
+        if not complete(raw, [name]):
             url, md5 = known[f"{name}.gz"]
-            fetch_file([url], base / "QMNIST" / "raw" / f"{name}.gz", md5)
+            fetch_file([url], raw / f"{name}.gz", md5)

@@ -15,17 +15,14 @@ Axes: the batch is last, [height, width, batch], so that every inner loop is lon
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from fedmpi.data.arrays import Arrays
-from fedmpi.data.store import Source, load
+from fedmpi.data.store import Source, Tensors, as_tensors, load
 from fedmpi.errors import UserError
 from fedmpi.seeds import raw_bits
 
@@ -176,11 +173,8 @@ def glyphs(
         if value < least:
             raise UserError(f"glyphs got {name} = {value}; it needs at least {least}")
     if writers > train:
-        raise UserError(
-            f"glyphs got {writers} writers for {train} train samples; every writer needs one, so use fewer writers"
-        )
-    stored = load(source(root, train, test, writers, seed), root)
-    return stored.arrays("glyphs", 10, mean=MEAN, std=STD)
+        raise UserError(f"glyphs got {writers} writers for {train} train samples; every writer needs one: use fewer")
+    return load(source(root, train, test, writers, seed), root).arrays("glyphs", 10, mean=MEAN, std=STD)
 
 
 def source(
@@ -191,12 +185,11 @@ def source(
     return Source(name, VERSION, read=lambda _: _draw(train, test, writers, seed), generated=True)
 
 
-def _draw(train: int, test: int, writers: int, seed: int) -> dict[str, Tensor]:
+def _draw(train: int, test: int, writers: int, seed: int) -> Tensors:
     """Return the tensors of the data set: train by `writers`, test by a fifth as many others."""
     x, y, owner = draw(train, writers, Bits(seed, 1))
     test_x, test_y, _ = draw(test, min(test, max(1, writers // 5)), Bits(seed, 2))
-    arrays = {"x": x, "y": y, "test_x": test_x, "test_y": test_y, "owner": owner}
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return as_tensors(x=x, y=y, test_x=test_x, test_y=test_y, owner=owner)
 
 
 def draw(n: int, writers: int, bits: Bits) -> tuple[npt.NDArray[np.uint8], Ints, Ints]:
@@ -212,7 +205,8 @@ def draw(n: int, writers: int, bits: Bits) -> tuple[npt.NDArray[np.uint8], Ints,
         for f, shape in enumerate(forms):
             points = np.asarray(shape.points, dtype=np.float32)[:, :, None]  # [point, xy, batch]
             hand = points + np.float32(HAND) * bits.bell(*points.shape[:2], writers)
-            for rows in _batches(np.flatnonzero((y == digit) & (form == f))):
+            chosen = np.flatnonzero((y == digit) & (form == f))
+            for rows in (chosen[i : i + BATCH] for i in range(0, len(chosen), BATCH)):
                 own = {name: values[rows] for name, values in habit.items()}
                 p = hand[:, :, owner[rows]] + own["wobble"] * bits.bell(*points.shape[:2], len(rows))
                 x[rows] = _ink(_segments(shape, _place(p, own)), own, bits).transpose(2, 0, 1)
@@ -234,11 +228,6 @@ def _habits(owner: Ints, writers: int, bits: Bits) -> dict[str, Floats]:
         value = writer[owner] + np.float32(within) * bits.bell(len(owner))
         values[name] = np.clip(value, *map(np.float32, BOUNDS[name])) if name in BOUNDS else value
     return values
-
-
-def _batches(rows: Ints) -> Iterator[Ints]:
-    """Yield the rows in batches of at most BATCH."""
-    return (rows[i : i + BATCH] for i in range(0, len(rows), BATCH))
 
 
 def _place(p: Floats, own: dict[str, Floats]) -> Floats:

@@ -36,7 +36,6 @@ log = logging.getLogger("fedmpi")
 
 LENGTH = 80  # input characters of a sample
 ALPHABET = "\n !\"&'(),-." + digits + ":;>?" + ascii_uppercase + "[]" + ascii_lowercase + "}"  # LEAF's, in its order
-SPACE = ALPHABET.index(" ")
 BEYOND = 128  # stands for all codes from 128, none of which is in the alphabet
 FOREIGN = 255
 
@@ -49,8 +48,8 @@ SPEAKER = re.compile(r"\s*(?!ACT\b|SCENE\b)([^\s:][^:]*):\s*")
 
 def shakespeare(root: Path | None = None) -> Arrays:
     """Load the plays as windows of 80 characters and the following one, by role."""
-    stored = load(shakespeare_source(root), root)
-    return stored.arrays("shakespeare", len(ALPHABET), tokens=len(ALPHABET), objective=NEXT)
+    letters = len(ALPHABET)
+    return load(shakespeare_source(root), root).arrays("shakespeare", letters, tokens=letters, objective=NEXT)
 
 
 def shakespeare_source(root: Path | None = None) -> Source:
@@ -69,7 +68,7 @@ def shakespeare_source(root: Path | None = None) -> Source:
 def encode(text: str) -> leaf.Bytes:
     """Return the index of each character in the alphabet; that of a space for foreign characters."""
     numbers = lookup(text)
-    return np.where(numbers == FOREIGN, np.uint8(SPACE), numbers)
+    return np.where(numbers == FOREIGN, np.uint8(ALPHABET.index(" ")), numbers)
 
 
 def decode(tokens: npt.ArrayLike) -> str:
@@ -139,10 +138,8 @@ def roles_of(path: Path) -> dict[str, str]:
         raise UserError(f"{path} is not text in UTF-8 ({error.reason}, byte {error.start}); convert it") from error
     roles = parse(text)
     if not roles:
-        raise UserError(
-            f"{path} has no line with a speaker; write 'SPEAKER:' on a line of its own before each speech, or remove "
-            "the file"
-        )
+        fix = "write 'SPEAKER:' on a line of its own before each speech, or remove the file"
+        raise UserError(f"{path} has no line with a speaker; {fix}")
     return roles
 
 

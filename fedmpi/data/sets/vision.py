@@ -18,13 +18,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from fedmpi.data.arrays import Arrays
 from fedmpi.data.fetch import fetch_file
-from fedmpi.data.files import read_published
+from fedmpi.data.files import complete, read_published, wrong
 from fedmpi.data.store import Source, Tensors, load
-from fedmpi.errors import UserError
 from fedmpi.plugins.torchvision import import_torchvision
 
 FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
@@ -77,12 +75,12 @@ def read(family: Family, root: Path | None = None) -> Arrays:
 
 def source_of(family: Family, root: Path | None = None) -> Source:
     """Return the source of a data set. With an explicit root, only that folder is searched."""
-    folders = [] if root is not None or family.system is None else [family.system]
+    system = [family.system] if family.system and root is None else []
     return Source(
         family.name,
         version=1,
         read=partial(read_files, published=PUBLISHED[family.folder]),
-        find=lambda base: find_files([base / family.folder / "raw", *folders]),
+        find=lambda base: next(filter(None, (complete(f, FILES) for f in (base / family.folder / "raw", *system))), []),
         wanted=f"{family.hint}put the four files {', '.join(f'{name}[.gz]' for name in FILES)} into "
         f"{{root}}/{family.folder}/raw",
         fetch=partial(fetch, family),
@@ -94,40 +92,21 @@ mnist, mnist_source = partial(read, MNIST), partial(source_of, MNIST)
 fmnist, fmnist_source = partial(read, FMNIST), partial(source_of, FMNIST)
 
 
-def find_files(folders: list[Path]) -> list[Path]:
-    """Return the four files of the first folder that has all, uncompressed ones first; [] if no folder has."""
-    for folder in folders:
-        found = [next((f for f in (folder / name, folder / f"{name}.gz") if f.is_file()), None) for name in FILES]
-        complete = [f for f in found if f is not None]
-        if len(complete) == len(FILES):
-            return complete
-    return []
-
-
 def read_files(files: list[Path], published: tuple[str, ...]) -> Tensors:
     """Return the tensors of the four files."""
-    raw = [
-        parse_idx(path, read_published(path, size, sha256))
-        for path, size, sha256 in zip(files, SIZES, published, strict=True)
-    ]
-    tensors: dict[str, Tensor] = {}
+    named = zip(files, SIZES, published, strict=True)
+    raw = [parse_idx(path, read_published(path, size, sha256)) for path, size, sha256 in named]
+    tensors: Tensors = {}
     for part, i in (("", 0), ("test_", 2)):
         x, y = raw[i], raw[i + 1]
-        check_pair(files[i], x, files[i + 1], y)
+        if x.shape[1:] != (28, 28):
+            raise wrong(files[i], f"holds {list(x.shape)}, not images [n, 28, 28]")
+        if y.ndim != 1 or len(y) != len(x) or len(y) == 0 or int(y.max()) > 9:
+            needed = f"one label of 0 to 9 for each of the {len(x)} images of {files[i].name}"
+            raise wrong(files[i + 1], f"does not hold {needed}")
         tensors[f"{part}x"] = torch.from_numpy(x).unsqueeze(1)
         tensors[f"{part}y"] = torch.from_numpy(y.astype(np.int64))
     return tensors
-
-
-def check_pair(image_file: Path, x: npt.NDArray[np.uint8], label_file: Path, y: npt.NDArray[np.uint8]) -> None:
-    """Check that the images are [n, 28, 28] and the labels n digits."""
-    if x.shape[1:] != (28, 28):
-        raise UserError(f"{image_file} holds {list(x.shape)}, not images [n, 28, 28]; replace it by the original file")
-    if y.ndim != 1 or len(y) != len(x) or len(y) == 0 or int(y.max()) > 9:
-        raise UserError(
-            f"{label_file} does not hold one label of 0 to 9 for each of the {len(x)} images of {image_file.name}; "
-            "replace both by the original files"
-        )
 
 
 def parse_idx(path: Path, data: bytearray) -> npt.NDArray[np.uint8]:
@@ -136,13 +115,11 @@ def parse_idx(path: Path, data: bytearray) -> npt.NDArray[np.uint8]:
     axes = head[3] if len(head) == 4 else 0
     start = 4 + 4 * axes
     if head[:3] != b"\0\0\x08" or not 1 <= axes <= 3 or len(data) < start:
-        raise UserError(f"{path} is not an idx file of bytes (it begins with {head.hex() or 'nothing'}); replace it")
+        raise wrong(path, f"is not an idx file of bytes (it begins with {head.hex() or 'nothing'})")
     shape = struct.unpack(f">{axes}I", data[4:start])
     size = int(np.prod(shape, dtype=np.int64))
     if len(data) - start != size:
-        raise UserError(
-            f"{path} declares {size} bytes of data and holds {len(data) - start}; replace it by the original file"
-        )
+        raise wrong(path, f"declares {size} bytes of data and holds {len(data) - start}")
     return np.frombuffer(data, dtype=np.uint8, offset=start).reshape(shape)
 
 
