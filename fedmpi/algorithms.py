@@ -12,7 +12,7 @@ were chosen here, on glyphs: the paper of UGA and FedMeta names no rates, that o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,9 +54,8 @@ class Row:
     defaults: Mapping[str, Any]
 
     def __init__(self, local: str, server: str, defaults: Mapping[str, Any] | None = None, **keywords: Any) -> None:
-        for word in keywords:
-            if word not in KEYWORDS:
-                raise unknown("keyword of a Row", word, KEYWORDS)
+        if strange := [word for word in keywords if word not in KEYWORDS]:
+            raise unknown("keyword of a Row", strange[0], KEYWORDS)
         named = {KEYWORDS[word]: value for word, value in keywords.items()}
         for name, value in {"local": local, "server": server, "defaults": {**(defaults or {}), **named}}.items():
             object.__setattr__(self, name, value)
@@ -91,10 +90,10 @@ ALGORITHMS = {
 
 def find_row(name: str) -> Row:
     """Return the row of that name, or the `Row` at that import path."""
-    if ":" not in name:
-        if name not in ALGORITHMS:
-            raise unknown("algorithm", name, ALGORITHMS, own=True)
+    if name in ALGORITHMS:
         return ALGORITHMS[name]
+    if ":" not in name:
+        raise unknown("algorithm", name, ALGORITHMS, own=True)
     row = import_path("algorithm", name)
     if not isinstance(row, Row):
         raise UserError(f"algorithm '{name}' is {type(row).__name__}; it must be a fedmpi.algorithms.Row")
@@ -107,8 +106,9 @@ def combine(row: Row, local: str, server: str) -> Row:
     both.)"""
     if (local, server) == (row.local, row.server):
         return row
-    of_local = first(lambda r: r.local == local) or row
-    of_server = first(lambda r: (r.local, r.server) == (local, server)) or first(lambda r: r.server == server) or row
+    rows = list(ALGORITHMS.values())
+    same_server = sorted((r for r in rows if r.server == server), key=lambda r: r.local != local)  # stable
+    of_local, of_server = next((r for r in rows if r.local == local), row), next(iter(same_server), row)
 
     def source(option: str) -> Row:
         if option.startswith("local."):
@@ -119,8 +119,3 @@ def combine(row: Row, local: str, server: str) -> Row:
 
     options = {*row.defaults, *of_local.defaults, *of_server.defaults}
     return Row(local, server, {name: source(name).defaults[name] for name in options if name in source(name).defaults})
-
-
-def first(fits: Callable[[Row], bool]) -> Row | None:
-    """Return the first row of the table that fits."""
-    return next((row for row in ALGORITHMS.values() if fits(row)), None)

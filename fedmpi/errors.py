@@ -105,17 +105,12 @@ def nearest(given: str, known: Iterable[str]) -> str | None:
 
 def raised(error: BaseException) -> str:
     """Return what a user's code raised and where, on one line: 'ValueError (rules.py, line 12): no such layer'."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not inside_a_package(frame.filename)]
-    where = f" ({os.path.basename(own[-1].filename)}, line {own[-1].lineno})" if own else ""
+    installed = ("site-packages", os.path.dirname(__file__), os.path.dirname(os.__file__))
+    files = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    own = [at for at in files if not at[0].startswith("<") and not any(place in at[0] for place in installed)]
+    where = f" ({os.path.basename(own[-1][0])}, line {own[-1][1]})" if own else ""
     said = one_line(error)
     return f"{type(error).__name__}{where}" + (f": {said}" if said else "")
-
-
-def inside_a_package(path: str) -> bool:
-    """Return whether a source file belongs to fedmpi, Python or an installed package, not to a user's own code."""
-    installed = ("site-packages", os.path.dirname(__file__), os.path.dirname(os.__file__))
-    return path.startswith("<") or any(place in path for place in installed)
 
 
 def one_line(text: object) -> str:
@@ -132,12 +127,9 @@ def exit_code(work: Callable[[], int]) -> int:
     """Run a command and return its exit code; if it fails, print the error message."""
     try:
         return work()
-    except UserError as error:
+    except (UserError, RunError) as error:
         complain(str(error))
-        return 2
-    except RunError as error:
-        complain(str(error))
-        return 1
+        return 2 if isinstance(error, UserError) else 1
     except KeyboardInterrupt:
         complain("interrupted")
         return 130

@@ -7,15 +7,18 @@ its size.
 A mask is a function (votes_S, clients) -> mask_S. One that looks at magnitudes too asks for the second moment and is
 given (votes_S, clients, mean_S, square_S); only then do the squares travel. Masks are elementwise, because a rank has
 no more than its slice. One that needs to know how whole layers voted asks for `layers`: it is called layer by layer,
-with a `Layer` as its last argument whose counts are summed over the ranks. To add one, write it, declare its knobs in
-`knobs.py` and give it a row in `MASKS`, or name it from outside as `package.module:name`: a function of
-`MaskKnobs`.
+with a `Layer` as its last argument. No rank gathers a layer, which may lie on several: what travels is how many of its
+elements have |votes| = 0, 1, ..., clients. These whole numbers are summed over the ranks, so they are the same bits on
+any number of ranks, and they hold every quantile and every mean of a layer's agreement.
+
+To add a mask, write it, declare its knobs in `knobs.py` and give it a row in `MASKS`, or name it from outside as
+`package.module:name`: a function of `MaskKnobs`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
@@ -24,12 +27,61 @@ import torch
 from torch import Tensor
 
 from .errors import UserError, raised
-from .flat import Span
+from .flat import Layout, Span
 from .knobs import MaskKnobs
-from .layers import Layer, LayerVotes
 from .plugins import find, refuse
 
 __all__ = ["MASKS", "Layer", "Mask", "MaskKnobs", "make_mask", "quorum"]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One trained tensor of the model, and how all of its elements voted, whichever rank owns them."""
+
+    name: str
+    start: int  # its first element in the flat vector
+    size: int
+    counts: Tensor  # [clients + 1], int64: how many of its elements have |votes| = 0, 1, ..., clients
+
+    def quantile(self, share: float) -> int:
+        """Return the smallest |votes| that at least this share of the layer's elements do not exceed; 0.5: the
+        median. The share is read as a fraction."""
+        wanted = max(math.ceil(Fraction(share).limit_denominator(1_000_000) * self.size), 1)
+        return int((self.counts.cumsum(0) < wanted).sum())
+
+
+def trained_spans(layout: Layout) -> tuple[Span, ...]:
+    """Return the spans of the tensors that are trained, in their order in the vector."""
+    return tuple(span for span in layout.spans if span.start < layout.params and span.shape.numel())
+
+
+def overlaps(spans: Sequence[Span], start: int, length: int) -> Iterator[tuple[int, slice]]:
+    """Yield, for each span that a tile of the vector touches, the span's number and its slice of the tile."""
+    for number, span in enumerate(spans):
+        low, high = max(span.start, start), min(span.start + span.shape.numel(), start + length)
+        if low < high:
+            yield number, slice(low - start, high - start)
+
+
+class LayerVotes:
+    """Counts of |votes| for every layer: of this rank's slice while they are added, of all ranks once summed."""
+
+    def __init__(self, spans: Sequence[Span], clients: int, device: torch.device) -> None:
+        self.spans = spans
+        self.counts = torch.zeros(len(spans), clients + 1, dtype=torch.int64, device=device)
+
+    def add(self, tiles: Iterable[tuple[int, Tensor]]) -> None:
+        """Count tiles of votes, each with its first element's place in the full vector."""
+        for start, votes_S in tiles:
+            sizes = votes_S.abs().long()
+            for number, of_tile in overlaps(self.spans, start, sizes.numel()):
+                self.counts[number].scatter_add_(0, sizes[of_tile], torch.ones_like(sizes[of_tile]))
+
+    def of_tile(self, start: int, length: int) -> Iterator[tuple[Layer, slice]]:
+        """Yield the layers that a tile of the vector touches, each with its slice of the tile."""
+        for number, of_tile in overlaps(self.spans, start, length):
+            span = self.spans[number]
+            yield Layer(span.name, span.start, span.shape.numel(), self.counts[number]), of_tile
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from .errors import UserError, nearest, unknown
 
-Rate = Callable[[int], float]
-"""the learning rate of round t = 1, 2, ..."""
-
+Rate = Callable[[int], float]  # the learning rate of round t = 1, 2, ...
 SCHEDULES = {"constant": (), "step": ("rounds", "factor"), "cosine": ("last?",)}
 ALL = SCHEDULES | {"warmup": ("rounds",)}
 
@@ -33,15 +31,10 @@ def make_rate(option: str, schedule: str, lr: float, rounds: int) -> Rate:
         warm = whole(option, schedule, "warm-up", numbers["rounds"])
         after = back or "constant"
     if plus and (name != "warmup" or not back):
-        raise UserError(
-            f"{option} is '{schedule}'; a '+' stands between a warm-up and a schedule: warmup:rounds+cosine"
-        )
+        right = "a '+' stands between a warm-up and a schedule: warmup:rounds+cosine"
+        raise UserError(f"{option} is '{schedule}'; {right}")
     factor = decay(option, after, max(rounds - warm, 1))
-
-    def rate(t: int) -> float:
-        return lr * t / (warm + 1) if t <= warm else lr * factor(t - warm)
-
-    return rate
+    return lambda t: lr * t / (warm + 1) if t <= warm else lr * factor(t - warm)
 
 
 def decay(option: str, schedule: str, rounds: int) -> Rate:
@@ -79,23 +72,19 @@ def read_spec(option: str, text: str, known: Mapping[str, tuple[str, ...]]) -> t
         hint = f"did you mean '{form(near, known[near])}'? " if near else ""
         raise UserError(f"unknown {option} '{text}'; {hint}known: {', '.join(form(n, known[n]) for n in known)}")
     wanted = known[name]
-    given = rest.split(",") if colon else []
     least = sum(not w.endswith("?") for w in wanted)
     try:
-        numbers = [float(word) for word in given]
+        numbers = [float(word) for word in rest.split(",")] if colon else []
         sound = least <= len(numbers) <= len(wanted) and all(map(math.isfinite, numbers))
     except ValueError:
         sound = False
     if not sound:
-        how = ", with numbers" if wanted else ""
-        raise UserError(f"{option} is '{text}'; write it as {form(name, wanted)}{how}")
+        raise UserError(f"{option} is '{text}'; write it as {form(name, wanted)}{', with numbers' if wanted else ''}")
     return name, dict(zip((w.rstrip("?") for w in wanted), numbers, strict=False))
 
 
 def form(name: str, wanted: tuple[str, ...]) -> str:
     """Return how a spec is written: name:first,second[,third]."""
-    if not wanted:
-        return name
     words = ",".join(w for w in wanted if not w.endswith("?"))
     spare = "".join(f"[,{w[:-1]}]" if words else f"[:{w[:-1]}]" for w in wanted if w.endswith("?"))
     return f"{name}:{words}{spare}" if words else f"{name}{spare}"

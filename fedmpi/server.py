@@ -10,8 +10,7 @@ Only operations that round each element by itself are used (no fused multiply-ad
 on where in a slice it lies. On different kinds of processor torch's square root may differ in its last bit.
 
 A rule names its moments with their start values and does one step in place. To add one, write it, declare its knobs in
-`knobs.py` and give it a row in `RULES`, or name it from outside as `package.module:name`: a function of
-`ServerKnobs`.
+`knobs.py` and give it a row in `RULES`, or name it from outside as `package.module:name`: a function of `ServerKnobs`.
 """
 
 from __future__ import annotations
@@ -60,8 +59,7 @@ def sgd(knobs: ServerKnobs) -> ServerRule:
 def adaptive(
     knobs: ServerKnobs, grow: Callable[[Tensor, Tensor, float], object], first_moment: bool = True
 ) -> ServerRule:
-    """w += lr * m * z / (sqrt(v) + eps), where `grow(v, d^2, b2)` moves v, and z is the running mean of d (or d
-    itself)."""
+    """w += lr * m * z / (sqrt(v) + eps), where `grow(v, d^2, b2)` moves v, and z is the running mean of d, or d."""
     variant = VARIANTS[knobs.variant]
     b1 = knobs.b1 if first_moment else 0.0
     b2 = variant.b2 if knobs.b2 is None else knobs.b2
@@ -122,8 +120,7 @@ def make_server(name: str, knobs: ServerKnobs, mask_moments: bool = False) -> Se
 
 
 def try_out(name: str, rule: ServerRule) -> None:
-    """Refuse a rule from outside that does not work, before a run begins: a step on six elements, and on two and
-    four."""
+    """Refuse a rule from outside that does not work, before a run begins: steps on six elements, on two and four."""
     d = torch.tensor([-0.5, 0.0, 0.5, 0.3, -0.2, 0.1])
 
     def step(part: slice) -> Tensor:

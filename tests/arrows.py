@@ -14,7 +14,7 @@ DESIGN = REPO / "docs" / "design.md"
 BEGIN, END = "<!-- arrows: python -m tests.arrows -->\n```\n", "```\n<!-- end of arrows -->\n"
 
 BASE = {"errors", "seeds", "schedules", "plugins", "knobs"}
-FEDERATION = BASE | {"flat", "layers", "comm", "local", "masks", "server", "cohort", "algorithms", "aggregate"}
+FEDERATION = BASE | {"flat", "comm", "local", "masks", "server", "cohort", "algorithms", "aggregate"}
 BELOW_RUNS = FEDERATION | {"meta", "rounds", "data", "models", "clients"}
 RUN = BELOW_RUNS | {"runs"}
 ALLOWED: dict[str, set[str]] = {
@@ -24,14 +24,13 @@ ALLOWED: dict[str, set[str]] = {
     "plugins": {"errors"},
     "knobs": {"errors", "plugins", "schedules"},
     "flat": {"errors"},
-    "layers": {"flat"},
     "comm": {"errors"},
     "local": BASE,
-    "masks": BASE | {"flat", "layers"},
+    "masks": BASE | {"flat"},
     "server": BASE,
     "cohort": BASE,
     "algorithms": BASE | {"local", "masks", "server"},
-    "aggregate": BASE | {"cohort", "comm", "flat", "layers", "local"},
+    "aggregate": BASE | {"cohort", "comm", "flat", "local", "masks"},
     "meta": BASE | {"aggregate", "algorithms", "comm", "flat"},
     "rounds": FEDERATION | {"meta"},
     "data": BASE,

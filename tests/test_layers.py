@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedmpi.flat import Span
-from fedmpi.layers import Layer, LayerVotes, trained_spans
-from fedmpi.masks import Mask
+from fedmpi.masks import Layer, LayerVotes, Mask, trained_spans
 
 CPU = torch.device("cpu")
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ..comm import Comm, Wait
 from ..flat import even_slices, tiles
-from ..layers import LayerVotes, trained_spans
+from ..masks import LayerVotes, trained_spans
 from .sums import FRACTION_BITS, SQUARE_FRACTION_BITS, Accumulator, Sums, Totals
 
 TILE = 1 << 17

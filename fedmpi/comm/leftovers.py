@@ -36,16 +36,13 @@ def in_use(folder: Path) -> Iterator[None]:
 
 def leftovers(memory: Path = MEMORY) -> list[Path]:
     """Return the files and folders of this user's killed runs."""
-    found, mapped = [], None
+    paths: list[Path] = []
     with contextlib.suppress(OSError):
-        for path in sorted(memory.iterdir()):
-            if OURS.fullmatch(path.name) and old(path, stat.S_IFDIR, OUR_SECONDS) and not locked(path):
-                found.append(path)
-            elif MPI.fullmatch(path.name) and old(path, stat.S_IFREG, MPI_SECONDS):
-                mapped = mapped_files() if mapped is None else mapped
-                if str(path) not in mapped:
-                    found.append(path)
-    return found
+        paths = sorted(memory.iterdir())
+    ours = [p for p in paths if OURS.fullmatch(p.name) and old(p, stat.S_IFDIR, OUR_SECONDS) and not locked(p)]
+    mpi = [p for p in paths if MPI.fullmatch(p.name) and old(p, stat.S_IFREG, MPI_SECONDS)]
+    mapped = mapped_files() if mpi else set()
+    return ours + [p for p in mpi if str(p) not in mapped]
 
 
 def sweep(memory: Path = MEMORY) -> None:

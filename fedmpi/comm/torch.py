@@ -22,9 +22,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-# Import this before there is a process group: its functions store the current default group as a default argument.
-# Imported later, for example by torch._dynamo, it would keep the group alive after `close`, and static destructors that
-# find the group's threads running would abort the process at exit.
+# Before there is a process group: its functions store the default group as a default argument. Imported later, as by
+# torch._dynamo, they would keep the group alive after `close`, and its threads would abort the process at exit.
 import torch.distributed.nn.functional
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
@@ -58,13 +57,8 @@ class TorchComm(Comm):
             )
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        dist.init_process_group(
-            self.backend,
-            store=self.store,
-            rank=self.rank,
-            world_size=self.size,
-            timeout=timedelta(seconds=self.timeout),
-        )
+        limit = timedelta(seconds=self.timeout)
+        dist.init_process_group(self.backend, store=self.store, rank=self.rank, world_size=self.size, timeout=limit)
 
     def guard(self, call: Callable[[], object]) -> None:
         """Call torch.distributed; on failure, raise a `RunError` that names the missing ranks."""
@@ -167,11 +161,8 @@ def meet(place: Place, limit: timedelta, environ: Mapping[str, str]) -> Store:
         one_node = place.size == place.local_size
         if one_node and "MASTER_ADDR" not in environ:
             host = "127.0.0.1"
-        inner = (
-            serve(host, port, place.size, one_node, limit)
-            if place.rank == 0
-            else TCPStore(host, port, place.size, False, timeout=limit, wait_for_workers=False)
-        )
+        inner = TCPStore(host, port, place.size, False, timeout=limit, wait_for_workers=False) if place.rank else None
+        inner = inner or serve(host, port, place.size, one_node, limit)
         return SealedStore(inner, environ[SECRET]) if environ.get(SECRET) else inner
     # The agent starts before its ranks: if it is gone, so is the launch. Its store outlives a restart of the ranks, so
     # each attempt uses its own keys.

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from ...aggregate.exchange import Tile
 from ...flat import Layout
-from ...layers import overlaps, trained_spans
-from ...masks import MaskKnobs, quorum
+from ...masks import MaskKnobs, overlaps, quorum, trained_spans
 from ...rounds import Report
 from ..config import Config
 from .base import Measure, Numbers, Run
