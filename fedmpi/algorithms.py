@@ -43,11 +43,8 @@ class Algorithm:
 
 @dataclass(frozen=True, init=False)
 class Row:
-    """A named combination of rules, with defaults for options that the user leaves out and whose own default is null.
-
-    An option is named as on the command line, `Row("prox", "sgd", {"local.lr": 0.1})`, or by a keyword of `KEYWORDS`,
-    `Row("prox", "sgd", local_lr=0.1)`.
-    """
+    """A named combination of rules, with defaults for options that the user leaves out and whose own default is null:
+    named as on the command line, `Row("prox", "sgd", {"local.lr": 0.1})`, or by keyword, `Row(..., local_lr=0.1)`."""
 
     local: str
     server: str

@@ -118,10 +118,8 @@ class Mask:
 
 
 def quorum(tau: float, clients: int) -> int:
-    """Return the smallest |votes| that counts as agreement: ceil(tau * clients), tau read as a fraction.
-
-    In floating point 0.1 * 30 is a little over 3 and would ask for 4 votes; as a fraction it is 3.
-    """
+    """Return the smallest |votes| that counts as agreement: ceil(tau * clients), tau read as a fraction. (In floating
+    point 0.1 * 30 is a little over 3 and would ask for 4 votes.)"""
     return math.ceil(Fraction(tau).limit_denominator(1_000_000) * clients)
 
 
@@ -131,10 +129,8 @@ def mean() -> Mask:
 
 
 def at_least(size_S: Tensor, least: int) -> Tensor:
-    """Return 1 where a whole number is at least `least`, else 0, in the type of the votes.
-
-    Arithmetic on the small integers that votes are: a comparison or a selection costs several times as much.
-    """
+    """Return 1 where a whole number is at least `least`, else 0, in the type of the votes. (Arithmetic on small
+    integers: a comparison or a selection costs several times as much.)"""
     return (size_S - least).clamp_(-1, 0).add_(1)
 
 

@@ -87,11 +87,8 @@ def check_wire(kind: str, wire: str) -> None:
 
 
 class Accumulator:
-    """This rank's sums of one vector per client over a round, a row per rank. Made once, reset every round.
-
-    Collective to make: the transport provides the memory, so that the rank that owns a slice can read its rows.
-    `squares` is the number of leading elements whose squares are summed; `wire` is what sums travel as.
-    """
+    """This rank's sums of one vector per client over a round, a row per rank. Made once, reset every round. `squares`
+    is the number of leading elements whose squares are summed; `wire` is what sums travel as. Collective to make."""
 
     def __init__(
         self,
@@ -229,10 +226,8 @@ class Totals:
 
 
 class Sums:
-    """Everything this rank accumulates over a round: deltas, channels, the meta gradient, counts. Collective to make.
-
-    `clients` is the size of the federation, `cohort` that of a round. `wire` bf16 needs the model too, which then
-    travels in bf16 like the sums.
+    """Everything this rank accumulates over a round: deltas, channels, the meta gradient, counts. `clients` is the size
+    of the federation, `cohort` that of a round. `wire` bf16 needs the model, which travels alike. Collective to make.
     """
 
     def __init__(
@@ -272,10 +267,8 @@ class Sums:
         self.clock = Clock("local")
 
     def add(self, update: Update) -> bool:
-        """Add a client's update; one that cannot be averaged is left out, with a warning. Return whether it counts.
-
-        If rows travel, the rank's last update is left for `fold`, so that one bucket travels while the next is folded.
-        """
+        """Add a client's update; one that cannot be averaged is left out, with a warning. Return whether it counts. If
+        rows travel, the rank's last update is left for `fold`: one bucket travels while the next is folded."""
         try:
             self.check(update)
         except Unusable as why:

@@ -70,11 +70,8 @@ class Trainer(Protocol):
 def train_clients(
     trainer: Trainer, cids: Sequence[int], state: Global, rule: LocalRule, work: Work
 ) -> Iterator[Update]:
-    """Train clients in the round after `state`, and yield their updates.
-
-    An exception in a client's training (out of memory, a bug in a user's rule or model) does not end the run: it is
-    logged, with a traceback the first time, and the client is left out.
-    """
+    """Train clients in the round after `state`, and yield their updates. A client whose training raises (out of memory,
+    a bug in a user's rule or model) is left out; the error is logged, with a traceback the first time."""
     t, logged = state.round + 1, set[str]()
 
     def train(trainer: Trainer, cid: int) -> Update | None:

@@ -65,6 +65,10 @@ class Place:
     local_size: int
     cores: int | None = None  # of this rank, if the launcher assigned them (srun --cpus-per-task)
 
+    def same_rank(self, other: Place) -> bool:
+        """Return whether another place is the same rank of a world of the same size."""
+        return (self.rank, self.size) == (other.rank, other.size)
+
 
 def find_place(environ: Env) -> Place:
     """Return the place of this process by the launchers' variables; raise a UserError if they contradict each other."""
@@ -259,7 +263,7 @@ def _submitit(environ: Env, outer: Place | None) -> Place | None:
     if executor != "local" or SUBMITIT[0] not in environ:  # submitit's controller has no rank
         return outer
     inner = _read(environ, "submitit", SUBMITIT)
-    if outer is None or inner is None or outer.size == 1 or _same(inner, outer):
+    if outer is None or inner is None or outer.size == 1 or inner.same_rank(outer):
         return inner or outer
     raise _twice(environ, inner, outer, "submit from one process, not from every task")
 
@@ -273,7 +277,7 @@ def _mpi(environ: Env, outer: Place | None) -> Place | None:
         return outer
     if outer is None or outer.size == 1:
         return inner
-    if _same(inner, outer):
+    if inner.same_rank(outer):
         by_srun = OPENMPI[0] not in environ and PMI[2] not in environ  # mpiexec sets local ranks, srun does not
         return outer if by_srun else inner
     if outer.local_size == 1:
@@ -292,8 +296,12 @@ def _torchrun(environ: Env, outer: Place | None) -> Place | None:
     if elastic:
         return _check_agents(environ, inner, outer)
     if outer is None:
-        return _check_batch(environ, inner)
-    if _same(inner, outer):
+        procid = environ.get("SLURM_PROCID", str(inner.rank))
+        if environ.get("SLURM_NTASKS") == str(inner.size) and procid != str(inner.rank):  # of a batch script
+            batch = Place("srun", _whole(environ, "SLURM_PROCID"), inner.size, 0, 1)
+            raise _twice(environ, inner, batch, "unset one: RANK and WORLD_SIZE, or SLURM_PROCID")
+        return inner
+    if inner.same_rank(outer):
         return outer
     if outer.size == 1:
         return inner
@@ -309,15 +317,6 @@ def _check_agents(environ: Env, inner: Place, outer: Place | None) -> Place:
     fix = "use one of the two launchers, or give torchrun --nnodes and one --rdzv-id and --rdzv-endpoint for all"
     tasks = f"{outer.launcher} started {outer.size} tasks, each with its own torchrun"
     raise _twice(environ, inner, outer, f"{tasks}; {fix}")
-
-
-def _check_batch(environ: Env, inner: Place) -> Place:
-    """Return `inner`; raise a UserError if a batch script's variables give it another rank in a world of that size."""
-    procid = environ.get("SLURM_PROCID", str(inner.rank))
-    if environ.get("SLURM_NTASKS") == str(inner.size) and procid != str(inner.rank):
-        batch = Place("srun", _whole(environ, "SLURM_PROCID"), inner.size, 0, 1)
-        raise _twice(environ, inner, batch, "unset one: RANK and WORLD_SIZE, or SLURM_PROCID")
-    return inner
 
 
 def _read(environ: Env, launcher: str, names: tuple[str, str, str, str], local_size: int | None = None) -> Place | None:
@@ -347,11 +346,6 @@ def _whole(environ: Env, name: str, low: int = 0, high: int | None = None, defau
         valid = f"from {low} to {high}" if high is not None else f"from {low} up"
         raise UserError(f"{name}='{text}' but it must be a whole number {valid}: correct it, or unset it")
     return number
-
-
-def _same(a: Place, b: Place) -> bool:
-    """Return whether two places are the same rank of worlds of the same size."""
-    return (a.rank, a.size) == (b.rank, b.size)
 
 
 def _twice(environ: Env, inner: Place, outer: Place, fix: str) -> UserError:

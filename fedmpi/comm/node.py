@@ -78,9 +78,7 @@ class Node:
         """Return this rank's row for each other rank of the node, and that rank's row for this one; None if memory
         cannot be shared."""
         me, others = self.comm.rank, [r for r in self.ranks if r != self.comm.rank]
-        mine = {f"{me}-{r}": length for r in others}
-        theirs = {f"{r}-{me}": length for r in others}
-        maps = self._share(mine, theirs, dtype)
+        maps = self._share({f"{me}-{r}": length for r in others}, {f"{r}-{me}": length for r in others}, dtype)
         return None if maps is None else {r: (maps[f"{me}-{r}"], maps[f"{r}-{me}"]) for r in others}
 
     def vector(self, slice_length: int) -> Tensor | None:

@@ -70,10 +70,8 @@ def agree_early(place: Place, over_mpi: bool, find: Callable[[], T]) -> T:
 
 
 def connect(which: str, place: Place, device: torch.device, timeout: float, environ: Mapping[str, str]) -> Comm:
-    """Connect this rank over the transport `which` (auto, torch, mpi). Collective: returns when every rank has called.
-
-    Ranks of one node share memory only after `share_node`.
-    """
+    """Connect this rank over the transport `which` (auto, torch, mpi). Ranks of one node share memory only after
+    `share_node`. Collective: returns when every rank has called."""
     transport = pick(which, place)
     if transport == "solo":
         return SoloComm()

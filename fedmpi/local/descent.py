@@ -75,9 +75,7 @@ class Descent:
 
     def weight(self, steps: int) -> float:
         """Return how many plain gradients that many steps add up to, |a|_1 of FedNova: x_K - x_0 = -lr * sum a_k g_k.
-
-        A gradient keeps moving x through the momentum: the last one counts 1, the one before 1 + rho, and so on.
-        """
+        Through the momentum the last gradient counts 1, the one before 1 + rho, and so on."""
         rho = self.momentum
         return (steps - rho * (1 - rho**steps) / (1 - rho)) / (1 - rho) if rho else float(steps)
 

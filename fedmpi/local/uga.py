@@ -50,10 +50,8 @@ def uga(descent: Descent, trace_bytes: int = TRACE_BYTES) -> LocalRule:
 
 
 class Trace:
-    """The steps of one client, kept so that they can be differentiated backwards.
-
-    They are cut into segments; (x, v) is kept at the beginning of each, and the points of one segment at a time.
-    """
+    """The steps of one client, kept so that they can be differentiated backwards: cut into segments, with (x, v) at the
+    beginning of each and the points of one segment at a time."""
 
     def __init__(self, descent: Descent, job: Job, trace_bytes: int) -> None:
         self.descent, self.job, self.lr = descent, job, descent.rate(job)
@@ -78,8 +76,7 @@ class Trace:
             self.descent.step(self.job, batch, v_P, self.lr)
 
     def backward(self, a_P: Tensor) -> Tensor:
-        """Turn the derivative with respect to the end of the steps into that with respect to their beginning, in
-        place."""
+        """Turn the derivative with respect to the end of the steps into that with respect to their start, in place."""
         b_P = torch.zeros_like(a_P)
         for number in reversed(range(len(self.begins))):
             first = number * self.length
