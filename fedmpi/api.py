@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -45,16 +45,9 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class Link(NamedTuple):
-    """A connection to the other ranks, and the kind of device it was made for."""
-
-    comm: Comm
-    device: str
-
-
 ASKED = (signal.SIGTERM, signal.SIGUSR2)  # a Ctrl-C is left to the caller
 WORK = ("epochs", "steps", "batch", "work")  # options of `local` that are not the rule's
-_connected: list[Link] = []  # at most one, for the lifetime of this process
+_connected: list[tuple[Comm, str]] = []  # at most one, with its type of device, for the lifetime of this process
 
 
 def train(
@@ -97,7 +90,7 @@ def train(
 
     with undisturbed():
         if _connected:
-            with agreed(_connected[0].comm):  # a mistake on one rank raises on all
+            with agreed(_connected[0][0]):  # a mistake on one rank raises on all
                 spec = ready()
         else:
             spec = agree_early(place, place.launcher == "mpi" or knobs.get("comm") == "mpi", ready)
@@ -106,8 +99,7 @@ def train(
         with together(comm):
             outcome = run(spec, comm, place, device, os.environ, [] if out is None else ASKED)
     reports = [record(report) for report in outcome.history]
-    rises = outcome.task.goal.rises
-    return Result(exported(outcome), reports, outcome.cfg, spec.out, comm.rank, rises)
+    return Result(exported(outcome), reports, outcome.cfg, spec.out, comm.rank, outcome.task.goal.rises)
 
 
 def signature() -> inspect.Signature:
@@ -115,7 +107,7 @@ def signature() -> inspect.Signature:
     own = inspect.signature(train)
     fixed = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
     names = [name for name in Knobs.__annotations__ if name not in own.parameters]
-    usual = {name: value for name, value in vars(Config()).items()}
+    usual = vars(Config())
     more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=usual.get(name)) for name in names]
     return own.replace(parameters=[*fixed, *more])
 
@@ -208,14 +200,15 @@ def link(cfg: Config, place: Place, device: torch.device) -> Comm:
         comm = connect(cfg.comm, place, device, cfg.timeout, os.environ)
         if device.type == "cpu":
             share_node(comm)
-        _connected.append(Link(comm, device.type))
+        _connected.append((comm, device.type))
         atexit.register(comm.close)
-    if _connected[0].device != device.type and place.size > 1:
+    [(comm, kind)] = _connected
+    if kind != device.type and place.size > 1:
         raise UserError(
-            f"the ranks of this process are connected for {_connected[0].device}, and device is now {device.type}; "
-            "use one device type per script"
+            f"the ranks of this process are connected for {kind}, and device is now {device.type}; use one device "
+            "type per script"
         )
-    return _connected[0].comm
+    return comm
 
 
 @contextmanager

@@ -64,11 +64,10 @@ HINTS: dict[str, str] = {
     "beta": "--skew.alpha is the concentration of split dirichlet, --skew.beta that of split quantity, --server.b1 and "
     "--server.b2 are the decays of the server's moments",
     "eta": "--local.lr is the clients' learning rate, --server.lr the server's",
-    "fraction": "--cohort is the number of clients per round, not a fraction of them",
-    "frac": "--cohort is the number of clients per round, not a fraction of them",
-    "fraction_fit": "--cohort is the number of clients per round, not a fraction of them",
-    "participation": "--cohort is the number of clients per round, not a fraction of them",
-    "sample_ratio": "--cohort is the number of clients per round, not a fraction of them",
+    **dict.fromkeys(
+        ("fraction", "frac", "fraction_fit", "participation", "sample_ratio"),
+        "--cohort is the number of clients per round, not a fraction of them",
+    ),
     "iid": "write --split iid",
     "noniid": "write --split classes or --split dirichlet --skew.alpha 0.1",
     "backend": "--comm is the transport (torch or mpi); torch takes gloo on a CPU and NCCL on a GPU",

@@ -126,27 +126,22 @@ def held(out: Path, place: Place, environ: Mapping[str, str], timeout: float) ->
     _held.add(handle)
     try:
         again = restarts(environ) > 0
-        if take(handle, out, min(LEASE_SECONDS, timeout / 2) if again else WAIT_SECONDS):
+        seconds = min(LEASE_SECONDS, timeout / 2) if again else WAIT_SECONDS
+        if take(handle, out, seconds, RunError if again else UserError):
             owner = {"host": socket.gethostname(), "pid": os.getpid(), "launcher": place.launcher, "ranks": place.size}
             owner |= {**job_names(environ), "since": time.time()}
             os.ftruncate(handle, 0)
             os.write(handle, (json.dumps(owner) + "\n").encode())
         yield
-    except Taken:
-        message = f"--out {out} is in use by {owner_in_words(out)}; wait for it, stop it, or choose another folder"
-        raise RunError(message) if again else UserError(message) from None
     finally:
         if handle in _held:
             _held.remove(handle)
             os.close(handle)
 
 
-class Taken(Exception):
-    """Another process holds the lock."""
-
-
-def take(handle: int, out: Path, seconds: float) -> bool:
-    """Take the lock, waiting for a process that is about to end; return False if the file system has no locks."""
+def take(handle: int, out: Path, seconds: float, refusal: type[RunError] | type[UserError]) -> bool:
+    """Take the lock, waiting for a process that is about to end, else raise; return False if the file system has no
+    locks."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -154,7 +149,8 @@ def take(handle: int, out: Path, seconds: float) -> bool:
             return True
         except BlockingIOError:
             if time.monotonic() > deadline:
-                raise Taken from None
+                what = f"--out {out} is in use by {owner_in_words(out)}"
+                raise refusal(f"{what}; wait for it, stop it, or choose another folder") from None
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise
@@ -164,20 +160,17 @@ def take(handle: int, out: Path, seconds: float) -> bool:
 
 
 def holder(out: Path) -> Owner | None:
-    """Return who runs in a folder now, as far as is known; None if nobody does."""
+    """Return who runs in a folder now, as far as is known: {} while the lock is being written, None if nobody does."""
+    path = out / LOCK
     try:
-        with opened(out / LOCK) as file:
+        with opened(path) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 return None
             except BlockingIOError:
-                return owner_in(out / LOCK, file.read(LOCK_BYTES))
+                raw = file.read(LOCK_BYTES)
     except (OSError, Damaged):
         return None
-
-
-def owner_in(path: Path, raw: bytes) -> Owner:
-    """Return what a lock says of its owner; nothing while it is being written."""
     try:
         return checked(path, parse(path, raw), Owner)
     except Damaged:

@@ -59,13 +59,9 @@ class Option:
 
     def add_to(self, group: argparse._ArgumentGroup) -> None:
         """Add this option to a group of a parser that only prints help."""
-        names = [f"--{self.name}"] if self.short is None else [self.short, f"--{self.name}"]
-        if self.positional:
-            group.add_argument(self.name, metavar=self.metavar, help=self.full_text)
-        elif self.metavar is None:
-            group.add_argument(*names, action="store_true", help=self.full_text)
-        else:
-            group.add_argument(*names, metavar=self.metavar, help=self.full_text)
+        names = [self.name] if self.positional else [*filter(None, [self.short]), f"--{self.name}"]
+        takes: dict[str, Any] = {"action": "store_true"} if self.metavar is None else {"metavar": self.metavar}
+        group.add_argument(*names, help=self.full_text, **takes)
 
     @property
     def full_text(self) -> str:

@@ -17,12 +17,11 @@ from dataclasses import asdict
 from dataclasses import fields as fields_of
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from ..errors import UserError
+from ..errors import UserError, silence
 from ..rounds import Report
 from ..schedules import read_names
 from .folder import METRICS, append, write
@@ -108,7 +107,7 @@ def fields(report: Report, rounds: int) -> dict[str, str]:
     found = {"round": f"round {report.round:>{len(str(rounds))}}/{rounds}"}
     if report.test_metric is not None:
         found |= {"metric": f"{name} {number(report.test_metric)}", "loss": f"loss {number(report.test_loss)}"}
-    found |= {"train": f"train {number(report.train_loss)}"}
+    found["train"] = f"train {number(report.train_loss)}"
     found |= {"kept": f"kept {report.kept:.2f}", "agree": f"agree {report.agreement:.2f}"}
     found |= measured(report, name)
     found |= {"dropped": f"dropped {len(report.dropped)}"} if report.dropped else {}
@@ -223,7 +222,7 @@ class Log:
             sys.stdout.flush()
         except BrokenPipeError:
             self.speaks = False
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python prints an error at exit
+            silence(sys.stdout)
 
     def round(self, report: Report) -> None:
         """Print and record one round."""
@@ -247,9 +246,7 @@ class Log:
     def __enter__(self) -> Log:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.bar.close()
         self.close("finished" if kind is None else "stopped" if issubclass(kind, Stopped) else "failed")
 

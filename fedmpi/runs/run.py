@@ -93,29 +93,99 @@ def run(
     """Train, from the newest checkpoint if there is one, and write a finished run folder; return the outcome.
     Collective. If one of the signals or the time budget, which counts from `began`, stops the run, every rank raises
     `Stopped`."""
-    cfg, out = spec.cfg, spec.out
-    alike = replace(cfg, quiet=False, verbose=False)  # ranks may print differently
-    same_everywhere("configuration", comm, json.dumps(dataclasses.asdict(alike), sort_keys=True).encode())
-    check_threads(comm)
+    out, first = spec.out, comm.rank == 0
+
+    # 1. What a user may have got wrong, before anything is written.
+    check_alike(spec.cfg, comm)
     with agreed(comm):
-        if comm.rank == 0 and out is not None:
+        if first and out is not None:
             folder.check(out)
-            check_finished(out, cfg, environ)
+            check_finished(out, spec.cfg, environ)
     with agreed(comm):
-        data, partition, meta = load_data(cfg, spec.given.data)
+        data, partition, meta = load_data(spec.cfg, spec.given.data)
     keep_freed_memory(environ)
     with agreed(comm):
         spec, task = make_task(spec, data, partition, meta, comm.size, device)
         check_memory_folder(spec)
     cfg = spec.cfg
-    seen = Measured(cfg, task, data, plan_of(spec), Ranks(comm), spec.given, out)
-    measures = Measures(spec.measures, seen)
-    rule = "of your own" if isinstance(spec.given.algorithm, Algorithm) else str(cfg.local.rule)
-    if rule not in RULES:
-        with agreed(comm):  # after all ranks have made their models: ranks as threads share torch's generator
-            try_rule(rule, spec.algorithm.local, task, spec.work)
+    measures = Measures(spec.measures, Measured(cfg, task, data, plan_of(spec), Ranks(comm), spec.given, out))
+    try_own_rule(spec, task, comm)
     fingerprint = fingerprint_of(spec, task, data, meta, device)
     compare_ranks(fingerprint, comm)
+
+    with owned(out, cfg, place, environ, comm):
+        # 2. Where to start from.
+        found = find_start(out, cfg, fingerprint, environ, comm)
+        done = found.round if found else 0
+        with agreed(comm):
+            records = read_history(out, found)
+        threads = torch.get_num_threads()  # recorded, because a run is repeated by its config.yaml
+        fingerprint = replace(fingerprint, config={**fingerprint.config, "threads": threads})
+        recorded = replace(cfg, threads=threads)
+
+        # 3. The run folder and the log.
+        def begin_folder(out: Path) -> None:
+            if found is None:
+                folder.start_over(out)
+            describe_run(out, recorded, data, partition, meta, describe(place, environ, threads, str(device)))
+            folder.add_start(out, place, comm.name, done, environ)
+
+        with agreed(comm):
+            if first and out is not None and (trouble := folder.attempt(partial(begin_folder, out))):
+                raise FileError(folder.write_failed(out, trouble, done))
+        with agreed(comm):
+            log = Log(
+                out,
+                cfg.rounds,
+                spec.sinks,
+                speaks=first,
+                quiet=cfg.quiet,
+                done=done,
+                config=plain_knobs(recorded),
+                records=records,
+                verbose=cfg.verbose,
+                several=comm.size > 1,
+                hidden=("kept",) if cfg.mask == "mean" and spec.given.row is not OWN else (),  # always 1
+            )
+
+        # 4. The rounds, and what is measured after the last one.
+        with log:
+            stop = Stop(signals, cfg.max_minutes, began, speaks=first)
+            with stop, Saver(out, cfg.checkpoint, fingerprint, comm, found) as saver:
+                note = f"\ndata: {data.note}" if data.note else ""
+                note += f"\nresuming after round {done} of the run in {out}" if found else ""
+                log.say(folded(header(spec, task, comm) + note))
+                outcome = train(spec, task, comm, saver, stop, log, environ, found, measures, records)
+            problem = measure_end(outcome, measures, log)
+        if problem:
+            what = f"the run in {out}" if out else "training"
+            raise CommonError(f"{what} is finished, but a measurement failed ({problem})")
+    comm.barrier()
+    return outcome
+
+
+def check_alike(cfg: Config, comm: Comm) -> None:
+    """Refuse ranks with different options; warn if their numbers of threads differ, as the bits then depend on which
+    rank trains a client. Collective."""
+    alike = replace(cfg, quiet=False, verbose=False)  # ranks may print differently
+    same_everywhere("configuration", comm, json.dumps(dataclasses.asdict(alike), sort_keys=True).encode())
+    threads = of_ranks(torch.get_num_threads(), comm)
+    if comm.rank == 0 and len(set(threads)) > 1:
+        warnings.warning("ranks have %s threads; equal bits need equal numbers: give --threads", threads)
+
+
+def try_own_rule(spec: RunSpec, task: Task, comm: Comm) -> None:
+    """Try a client rule that is not built in. Collective: ranks as threads share torch's generator, so that all have
+    made their models before."""
+    rule = "of your own" if isinstance(spec.given.algorithm, Algorithm) else str(spec.cfg.local.rule)
+    if rule not in RULES:
+        with agreed(comm):
+            try_rule(rule, spec.algorithm.local, task, spec.work)
+
+
+@contextmanager
+def owned(out: Path | None, cfg: Config, place: Place, environ: Mapping[str, str], comm: Comm) -> Iterator[None]:
+    """Make the run folder and hold its lock, on rank 0; all ranks raise if another run holds it. Collective."""
     taken = ""
     with ExitStack() as stack:
         with agreed(comm):
@@ -129,53 +199,7 @@ def run(
                     check_finished(out, cfg, environ)  # again: it may have finished while this one waited
         if taken := common_trouble(comm, taken):
             raise CommonError(taken)
-        found = find_start(out, cfg, fingerprint, environ, comm)
-        with agreed(comm):
-            records = read_history(out, found)
-        threads = torch.get_num_threads()  # recorded, because a run is repeated by its config.yaml
-        fingerprint = replace(fingerprint, config={**fingerprint.config, "threads": threads})
-        settled = replace(cfg, threads=threads)
-        with agreed(comm):
-            if comm.rank == 0 and out is not None:
-                environment = describe(place, environ, threads, str(device))
-                done = found.round if found else 0
-
-                def begin_folder() -> None:
-                    if found is None:
-                        folder.start_over(out)
-                    describe_run(out, settled, data, partition, meta, environment)
-                    folder.add_start(out, place, comm.name, done, environ)
-
-                if trouble := folder.attempt(begin_folder):
-                    raise FileError(folder.write_failed(out, trouble, done))
-        note = f"\ndata: {data.note}" if data.note else ""
-        note += f"\nresuming after round {found.round} of the run in {out}" if found else ""
-        with agreed(comm):
-            log = Log(
-                out,
-                cfg.rounds,
-                spec.sinks,
-                speaks=comm.rank == 0,
-                quiet=cfg.quiet,
-                done=found.round if found else 0,
-                config=plain_knobs(settled),
-                records=records,
-                verbose=cfg.verbose,
-                several=comm.size > 1,
-                hidden=("kept",) if cfg.mask == "mean" and spec.given.row is not OWN else (),  # always 1
-            )
-        stop = Stop(signals, cfg.max_minutes, began, speaks=comm.rank == 0)
-        with log:
-            with stop, Saver(out, cfg.checkpoint, fingerprint, comm, found) as saver:
-                log.say(folded(header(spec, task, comm) + note))
-                outcome = train(spec, task, comm, saver, stop, log, environ, found, measures, records)
-            problem = measure_end(outcome, measures, log)
-        if problem:
-            raise CommonError(
-                f"{f'the run in {out}' if out else 'training'} is finished, but a measurement failed ({problem})"
-            )
-    comm.barrier()
-    return outcome
+        yield
 
 
 def train(
@@ -192,13 +216,12 @@ def train(
 ) -> Outcome:
     """Run the remaining rounds, log each, save checkpoints when due, and write the results. Collective."""
     cfg, out, first = spec.cfg, spec.out, comm.rank == 0
-    plan = plan_of(spec)
     state = begin(task, spec.algorithm, comm, make_memory(spec, task), cfg.wire)
     reports = [report_of(one) for one in records]
     progress = Progress()
     if found is not None:
         state, progress = restore(found, state, task.layout.length, comm), found.progress
-    training = rounds(state, plan, spec.algorithm, task, comm, measures.observers)
+    training = rounds(state, plan_of(spec), spec.algorithm, task, comm, measures.observers)
     for state, report in training:
         last = report.round == cfg.rounds
         scored = last or report.round % cfg.eval.every == 0
@@ -211,11 +234,11 @@ def train(
         if problem:
             saved = "; the round is saved: the same command resumes after it" if saver.out else ""
             raise CommonError(f"round {report.round}: {problem}; fix it or leave it out of --evaluate{saved}")
-        if any(flags) and not last:
+        if (why := in_words(flags)) and not last:
             if first and out is not None:
-                saver.trouble = folder.attempt(partial(folder.add_stop, out, report.round, in_words(flags), environ))
+                saver.trouble = folder.attempt(partial(folder.add_stop, out, report.round, why, environ))
             saver.agree()
-            raise Stopped(report.round, in_words(flags))
+            raise Stopped(report.round, why)
     if first and out is not None and not (out / FINISHED).exists():
         saver.trouble = folder.attempt(partial(finish, out, task, state, progress))
     saver.agree()
@@ -300,13 +323,12 @@ def moved_on(progress: Progress, report: Report, rises: bool) -> Progress:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The outcome of a run, the same on every rank."""
+    """The outcome of a run, the same on every rank; the configuration has all defaults filled in."""
 
     task: Task
     state: State
     history: list[Report]
     cfg: Config
-    """with all defaults filled in"""
 
     @property
     def last(self) -> Report:
@@ -352,23 +374,20 @@ def sha256(*pieces: bytes | np.ndarray) -> str:
     return sha.hexdigest()
 
 
+def of_ranks(value: int, comm: Comm) -> list[int]:
+    """Return this number of every rank. Collective."""
+    rows = torch.zeros(comm.size, dtype=torch.int64)
+    rows[comm.rank] = value
+    comm.sum(rows)
+    return [int(one) for one in rows]
+
+
 def same_everywhere(what: str, comm: Comm, content: bytes) -> None:
     """Raise a `UserError` if the content differs between ranks. Collective."""
-    rows = torch.zeros(comm.size, dtype=torch.int64)
-    rows[comm.rank] = int(sha256(content)[:14], 16)
-    comm.sum(rows)
+    rows = of_ranks(int(sha256(content)[:14], 16), comm)
     odd = [rank for rank in range(comm.size) if rows[rank] != rows[0]]
     if odd:
         raise UserError(f"ranks {odd} have another {what} than rank 0; give all ranks the same")
-
-
-def check_threads(comm: Comm) -> None:
-    """Warn if the ranks' numbers of threads differ: the bits then depend on which rank trains a client. Collective."""
-    rows = torch.zeros(comm.size, dtype=torch.int64)
-    rows[comm.rank] = torch.get_num_threads()
-    comm.sum(rows)
-    if comm.rank == 0 and len(set(rows.tolist())) > 1:
-        warnings.warning("ranks have %s threads; equal bits need equal numbers: give --threads", rows.tolist())
 
 
 def describe_run(
@@ -386,7 +405,7 @@ def describe_run(
     y, kinds = (np.zeros(data.samples, dtype=np.int64), 1) if labels is None else (labels, data.kinds)
     if len(meta):
         counts = np.bincount(y[meta], minlength=kinds)
-        sha = hashlib.sha256(meta.astype("<i8").tobytes()).hexdigest()
+        sha = sha256(meta.astype("<i8").tobytes())
         about["meta"] = {"seed": cfg.meta.seed, "sha256": sha, "histogram": counts.tolist(), "shared": cfg.meta.share}
     write(out / "partition.json", json.dumps(partition.manifest(y, kinds, **about)) + "\n")
 
@@ -401,7 +420,7 @@ def finish(out: Path, task: Task, state: State, progress: Progress) -> None:
         f"test_{metric}": last.get(f"test_{metric}"),
         "test_loss": last.get("test_loss"),
         f"best_test_{metric}": progress.best,
-        "model_sha256": hashlib.sha256(model).hexdigest(),
+        "model_sha256": sha256(model),
         "fedmpi": __version__,
     }
     write(out / FINISHED, json.dumps(done, indent=2) + "\n")

@@ -15,12 +15,10 @@ import os
 import shutil
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 
 from ..comm.env import STORE, Place
 from ..errors import AGAIN, complain
@@ -126,9 +124,7 @@ class Stop:
         self.round_began = time.monotonic()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         global _catching
         if not self.catches:
             return
@@ -152,8 +148,7 @@ class Stop:
         if number == signal.SIGINT:
             now = time.monotonic()
             if self.interrupted_at is not None and now - self.interrupted_at > ONE_PRESS_SECONDS:
-                sys.stderr.write("fedmpi: interrupted\n")
-                sys.stderr.flush()
+                complain("interrupted")
                 os._exit(INTERRUPTED)
             self.interrupted_at = self.interrupted_at or now
         if self.speaks and number.name not in self.seen:
