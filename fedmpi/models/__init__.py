@@ -21,9 +21,9 @@ from torch import nn
 
 from ..errors import UserError, squeezed, unknown
 from ..plugins import call_with, import_path
-from .gru import gru
-from .lenet import cnn, lenet
-from .logistic import logistic
+from .gru import GRU
+from .lenet import LeNet, cnn
+from .logistic import Logistic
 from .vision import classifier, names, resnet18_bn, resnet18_gn
 
 
@@ -32,12 +32,9 @@ class ModelRow:
     """How to make a model, and for which data."""
 
     make: Callable[..., nn.Module]
-    channels_last: bool = False
-    """whether its convolutions are faster on a CPU with channels innermost"""
-    takes: tuple[str, ...] = ()
-    """kinds of samples: images, sequences, numbers; (): not checked"""
-    regresses: bool = False
-    """whether labels may be numbers to predict"""
+    channels_last: bool = False  # whether its convolutions are faster on a CPU with channels innermost
+    takes: tuple[str, ...] = ()  # kinds of samples: images, sequences, numbers; (): not checked
+    regresses: bool = False  # whether labels may be numbers to predict
 
 
 IMAGES = ("images",)
@@ -45,12 +42,12 @@ IMAGES = ("images",)
 # After each row: the time of a training step with channels_last relative to that without, batches of 32, one thread.
 # (For lenet and cnn with torch's operations; with the matrix products they use on a CPU it makes no difference.)
 MODELS = {
-    "lenet": ModelRow(lenet, channels_last=True, takes=IMAGES),  # 0.77
+    "lenet": ModelRow(LeNet, channels_last=True, takes=IMAGES),  # 0.77
     "cnn": ModelRow(cnn, channels_last=True, takes=IMAGES),  # 0.78 for grey images, 0.69 for colour
     "resnet18-gn": ModelRow(resnet18_gn, takes=IMAGES),  # 0.92 to 1.05: no clear gain
     "resnet18-bn": ModelRow(resnet18_bn, channels_last=True, takes=IMAGES),  # 0.93
-    "gru": ModelRow(gru, takes=("sequences",)),
-    "logistic": ModelRow(logistic, takes=("images", "numbers"), regresses=True),
+    "gru": ModelRow(GRU, takes=("sequences",)),
+    "logistic": ModelRow(Logistic, takes=("images", "numbers"), regresses=True),
 }
 
 
@@ -78,24 +75,22 @@ def unknown_model(name: str) -> UserError:
 
 def make_model(name: str, row: ModelRow, offers: Mapping[str, Any], data: str) -> nn.Module:
     """Make the model of a row for data with these properties."""
-    if row.takes:
-        check_fit(name, row, offers, data)
+    if row.takes and not fits(row, offers):
+        raise misfit(name, row, offers, data)
     model = call_with("model", name, row.make, offers)
     if not isinstance(model, nn.Module):
         raise UserError(f"model '{name}' is made as {type(model).__name__}; it must be a torch.nn.Module")
     return model
 
 
-def check_fit(name: str, row: ModelRow, offers: Mapping[str, Any], data: str) -> None:
-    """Raise a UserError if a row does not take these data; name the rows that do."""
-    if fits(row, offers):
-        return
+def misfit(name: str, row: ModelRow, offers: Mapping[str, Any], data: str) -> UserError:
+    """Return the error for a row that does not take these data, with the rows that do."""
     takes, has = " or ".join(row.takes), kind_of(offers)
     if has in row.takes:
         takes, has = "classes for labels", "numbers to predict"
     *others, last = [known for known, r in MODELS.items() if fits(r, offers)] or ["your own as package.module:name"]
     use = f"{', '.join(others)} or {last}" if others else last
-    raise UserError(f"model '{name}' takes {takes}; '{data}' has {has}: use {use}")
+    return UserError(f"model '{name}' takes {takes}; '{data}' has {has}: use {use}")
 
 
 def fits(row: ModelRow, offers: Mapping[str, Any]) -> bool:

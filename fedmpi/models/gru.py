@@ -22,8 +22,3 @@ class GRU(nn.Module):
         states, _ = self.gru(self.embed(x))
         logits: Tensor = self.head(states[:, -1])
         return logits
-
-
-def gru(tokens: int, classes: int) -> nn.Module:
-    """Make a character model for an alphabet of that many tokens."""
-    return GRU(tokens, classes)

@@ -28,9 +28,8 @@ class LeNet(Layered):
         padding = 2 if min(height, width) < 32 else 0
         rows, columns = (((side + 2 * padding - 4) // 2 - 4) // 2 for side in (height, width))
         if min(rows, columns) < 1:
-            raise UserError(
-                f"lenet and cnn need images of at least 12x12; these are {height}x{width}: use --model logistic"
-            )
+            given = f"these are {height}x{width}"
+            raise UserError(f"lenet and cnn need images of at least 12x12; {given}: use --model logistic")
         self.conv1 = nn.Conv2d(channels, widths[0], 5, padding=padding)
         self.conv2 = nn.Conv2d(widths[0], widths[1], 5)
         self.fc1 = nn.Linear(widths[1] * rows * columns, 120)
@@ -49,11 +48,6 @@ class LeNet(Layered):
         x = self.drop(F.relu(self.fc2(x)))
         logits: Tensor = self.fc3(x)
         return logits
-
-
-def lenet(channels: int, height: int, width: int, classes: int) -> nn.Module:
-    """Make a LeNet for images of that shape."""
-    return LeNet(channels, height, width, classes)
 
 
 def cnn(channels: int, height: int, width: int, classes: int) -> nn.Module:

@@ -10,10 +10,10 @@ from .kernels.byhand import Layered, Network
 
 
 class Logistic(Layered, nn.Sequential):
-    """A linear layer on the flattened sample."""
+    """A linear layer on the flattened sample, with one output per class, or per number to predict."""
 
-    def __init__(self, numbers: int, outputs: int) -> None:
-        super().__init__(nn.Flatten(), nn.Linear(numbers, outputs))
+    def __init__(self, shape: tuple[int, ...], classes: int = 0, outputs: int = 0) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(math.prod(shape), classes or outputs))
 
     @property
     def network(self) -> Network:
@@ -21,8 +21,3 @@ class Logistic(Layered, nn.Sequential):
         linear = self[1]
         assert isinstance(linear, nn.Linear)
         return Network((), (linear,))
-
-
-def logistic(shape: tuple[int, ...], classes: int = 0, outputs: int = 0) -> nn.Module:
-    """Make a linear model with one output per class, or per number to predict."""
-    return Logistic(math.prod(shape), classes or outputs)

@@ -18,27 +18,20 @@ from ..errors import UserError, nearest
 from ..plugins.torchvision import import_torchvision
 
 
-def resnet18_gn(channels: int, height: int, width: int, classes: int) -> nn.Module:
-    """Make a ResNet-18 with group normalisation."""
-    return resnet18(channels, height, width, classes, partial(nn.GroupNorm, 2))
-
-
-def resnet18_bn(channels: int, height: int, width: int, classes: int) -> nn.Module:
-    """Make a ResNet-18 with batch normalisation."""
-    return resnet18(channels, height, width, classes, nn.BatchNorm2d)
-
-
-def resnet18(channels: int, height: int, width: int, classes: int, norm: Callable[[int], nn.Module]) -> nn.Module:
-    """Make torchvision's ResNet-18 with a 3x3 stem and without the pooling after it."""
+def resnet18(norm: Callable[[int], nn.Module], channels: int, height: int, width: int, classes: int) -> nn.Module:
+    """Make torchvision's ResNet-18 with that normalisation, a 3x3 stem, and without the pooling after it."""
     if min(height, width) < 8:
-        raise UserError(
-            f"resnet18-gn and resnet18-bn need images of at least 8x8; these are {height}x{width}: use --model logistic"
-        )
+        given = f"these are {height}x{width}"
+        raise UserError(f"resnet18-gn and resnet18-bn need images of at least 8x8; {given}: use --model logistic")
     model: Any = import_torchvision().models.resnet18(num_classes=classes, norm_layer=norm)
     model.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
     nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")  # as in torchvision
     model.maxpool = nn.Identity()
     return model  # type: ignore[no-any-return]
+
+
+resnet18_gn = partial(resnet18, partial(nn.GroupNorm, 2))
+resnet18_bn = partial(resnet18, nn.BatchNorm2d)
 
 
 def names() -> list[str]:

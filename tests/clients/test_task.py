@@ -20,7 +20,7 @@ from fedmpi.cohort import Work, make_share
 from fedmpi.data import Partition
 from fedmpi.local import LocalResult, sgd, whole_gradient
 from fedmpi.models.lenet import LeNet
-from fedmpi.models.logistic import logistic
+from fedmpi.models.logistic import Logistic
 from fedmpi.seeds import STREAMS
 
 DATA = tiny()
@@ -35,7 +35,7 @@ def partition() -> Partition:
 
 def make_task(model: nn.Module | None = None, seed: int = 0, channels_last: bool = False) -> Task:
     torch.manual_seed(0)
-    model = model or logistic((1, SIDE, SIDE), CLASSES)
+    model = model or Logistic((1, SIDE, SIDE), CLASSES)
     return Task(model, DATA, partition(), seed, CPU, channels_last=channels_last)
 
 
@@ -96,7 +96,7 @@ def test_the_order_depends_on_seed_round_and_client_only() -> None:
 def test_clients_of_equal_size_are_shuffled_differently() -> None:
     twins = Partition(np.array([0, 50, 100]), np.concatenate([np.arange(50), np.arange(50)]))
     torch.manual_seed(0)
-    task = Task(logistic((1, SIDE, SIDE), CLASSES), DATA, twins, 0, CPU)
+    task = Task(Logistic((1, SIDE, SIDE), CLASSES), DATA, twins, 0, CPU)
     assert order(task, 1, 0) != order(task, 1, 1)
 
 
@@ -149,7 +149,7 @@ def test_everything_does_not_depend_on_how_much_is_trained() -> None:
 def test_samples_that_all_clients_share_are_trained_on_and_part_of_everything() -> None:
     torch.manual_seed(0)
     shared = Partition(partition().offsets, partition().order, shared=np.array([150, 151, 152]))
-    task = Task(logistic((1, SIDE, SIDE), CLASSES), DATA, shared, 0, CPU)
+    task = Task(Logistic((1, SIDE, SIDE), CLASSES), DATA, shared, 0, CPU)
     for cid in range(4):
         expected = sorted([*partition().of(cid).tolist(), 150, 151, 152])
         job = job_of(task, cid=cid)
@@ -221,7 +221,7 @@ def test_a_gradient_may_be_overwritten_by_its_caller() -> None:
 
 def test_a_client_trains_as_torch_would() -> None:
     torch.manual_seed(0)
-    model = logistic((1, SIDE, SIDE), CLASSES)
+    model = Logistic((1, SIDE, SIDE), CLASSES)
     alone = copy.deepcopy(model)
     task = make_task(model)
     job = job_of(task, work=Work(epochs=2, batch=10))
@@ -276,7 +276,7 @@ def test_buffers_travel_as_deltas_behind_and_counters_beside() -> None:
 
 def test_padding_stays_zero() -> None:
     torch.manual_seed(0)
-    task = Task(logistic((1, SIDE, SIDE), CLASSES), DATA, partition(), 0, CPU, ranks=8)
+    task = Task(Logistic((1, SIDE, SIDE), CLASSES), DATA, partition(), 0, CPU, ranks=8)
     job = job_of(task)
     delta_N = job.finish(sgd(lr=0.1, weight_decay=0.1)(job)).delta_N
     assert len(delta_N) % 8 == 0 and len(delta_N) > task.layout.length
@@ -459,7 +459,7 @@ def test_what_is_trained_aside_stays_trained() -> None:
 
 def test_a_whole_gradient_is_that_of_the_mean_loss_of_all_samples() -> None:
     torch.manual_seed(0)
-    model = logistic((1, SIDE, SIDE), CLASSES)
+    model = Logistic((1, SIDE, SIDE), CLASSES)
     alone = copy.deepcopy(model)
     job = job_of(make_task(model))
     torch.autograd.backward(by_hand(alone, torch.from_numpy(partition().of(0))))
@@ -472,7 +472,7 @@ def test_a_whole_gradient_is_that_of_the_mean_loss_of_all_samples() -> None:
 
 def meta_task(model: nn.Module | None = None, seed: int = 0) -> Task:
     torch.manual_seed(0)
-    model = model or logistic((1, SIDE, SIDE), CLASSES)
+    model = model or Logistic((1, SIDE, SIDE), CLASSES)
     return Task(model, DATA, partition(), seed, CPU, meta=np.arange(110, 140))
 
 

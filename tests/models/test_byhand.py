@@ -33,7 +33,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "lenet": lambda: LeNet(3, 20, 17, CLASSES),
     "dropout": lambda: LeNet(3, 20, 17, CLASSES, dropout=0.5),
     "narrow": colour,
-    "logistic": lambda: Logistic(3 * 20 * 17, CLASSES),
+    "logistic": lambda: Logistic((3, 20, 17), CLASSES),
 }
 
 
@@ -204,7 +204,7 @@ def test_so_are_other_losses_and_other_paths() -> None:
     own = replace(CLASSIFY, loss=lambda outputs, labels, how: CLASSIFY.loss(outputs, labels, how))
     assert task(colour(), data={"objective": own}).by_hand is None
     numbers = {"y": torch.randn(SAMPLES, CLASSES), "test_y": torch.randn(2, CLASSES), "objective": REGRESS}
-    of = task(Logistic(3 * 20 * 17, CLASSES), data=numbers | {"classes": 0})
+    of = task(Logistic((3, 20, 17), CLASSES), data=numbers | {"classes": 0})
     assert of.by_hand is None
     of.gradient(Batch(torch.arange(4), 0))
     assert of.grad_P.any()

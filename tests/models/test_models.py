@@ -19,8 +19,8 @@ from fedmpi.errors import UserError
 from fedmpi.flat import bind, layout_of
 from fedmpi.models import MODELS, ModelRow, find_model, fits, make_model
 from fedmpi.models.gru import GRU
-from fedmpi.models.lenet import LeNet, cnn, lenet
-from fedmpi.models.logistic import logistic
+from fedmpi.models.lenet import LeNet, cnn
+from fedmpi.models.logistic import Logistic
 from fedmpi.models.vision import names, resnet18_bn, resnet18_gn
 
 
@@ -144,7 +144,7 @@ def test_lenet_is_the_one_it_was_before_there_was_a_cnn(
     shape: tuple[int, int, int, int], weights: str, outputs: str
 ) -> None:
     torch.manual_seed(0)
-    model = lenet(*shape)
+    model = LeNet(*shape)
     sha = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         sha.update(name.encode() + tensor.numpy().tobytes())
@@ -161,12 +161,12 @@ def test_the_cnn_is_wider_where_there_is_colour() -> None:
     linear = (16 * 5 * 5 * 120 + 120) + (120 * 84 + 84) + (84 * 10 + 10)
     assert parameters(cnn(3, 32, 32, 10)) == (3 * 25 * 32 + 32) + (32 * 25 * 16 + 16) + linear
     assert parameters(cnn(2, 28, 28, 10)) == (2 * 25 * 32 + 32) + (32 * 25 * 16 + 16) + linear
-    assert cnn(1, 28, 28, 10).state_dict().keys() == lenet(1, 28, 28, 10).state_dict().keys()
+    assert cnn(1, 28, 28, 10).state_dict().keys() == LeNet(1, 28, 28, 10).state_dict().keys()
 
 
 def test_the_cnn_is_lenet_where_nothing_is_dropped() -> None:
     torch.manual_seed(0)
-    model, plain, x = cnn(1, 28, 28, 10), lenet(1, 28, 28, 10), torch.randn(8, 1, 28, 28)
+    model, plain, x = cnn(1, 28, 28, 10), LeNet(1, 28, 28, 10), torch.randn(8, 1, 28, 28)
     plain.load_state_dict(model.state_dict())
     assert torch.equal(model.eval()(x), plain(x))
     model.train()
@@ -203,9 +203,9 @@ def test_lenet_and_cnn_refuse_an_image_that_pools_away(name: str, height: int, w
 
 
 def test_logistic_is_one_linear_layer_with_bias() -> None:
-    assert parameters(logistic((1, 28, 28), 10)) == 28 * 28 * 10 + 10
+    assert parameters(Logistic((1, 28, 28), 10)) == 28 * 28 * 10 + 10
     for shape in ((2, 3, 4), (24,)):
-        model, x = logistic(shape, classes=5), torch.rand(6, *shape)
+        model, x = Logistic(shape, classes=5), torch.rand(6, *shape)
         weight, bias = model.parameters()
         assert torch.allclose(model(x), x.reshape(6, 24) @ weight.T + bias, atol=1e-6)
 
