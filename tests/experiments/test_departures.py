@@ -13,7 +13,7 @@ import yaml
 from reported import a_round
 
 from fedmpi.commands import main
-from fedmpi.experiments.report.departures import departures_of
+from fedmpi.experiments.report.sections.published import departures_of
 from fedmpi.experiments.runs import find_runs, group, read_sweep_record
 from fedmpi.experiments.sweep.command import check, parse
 from fedmpi.experiments.sweep.plan import describe

@@ -28,25 +28,17 @@ from shell import sandbox, settings_of, train
 
 from fedmpi.commands import main
 from fedmpi.errors import FileError, UserError
-from fedmpi.experiments.report import output
-from fedmpi.experiments.report.command import ReportOptions, chosen_cells, contents, gather, targets
+from fedmpi.experiments.report import command, output
+from fedmpi.experiments.report.command import SECTIONS, ReportOptions, chosen_cells, contents, gather, targets
 from fedmpi.experiments.report.figures import rows, style
 from fedmpi.experiments.report.figures.style import MOST_STYLES, Picture, Style, assign_styles, render
 from fedmpi.experiments.report.layout import MOST_LINES, Placed, by_panel, place
 from fedmpi.experiments.report.page import Absent, Code, Fold, Items, Named, Part, Section, make_page
-from fedmpi.experiments.report.sections import (
-    agreement,
-    comparing,
-    costs,
-    gaps,
-    labels,
-    learning,
-    membership,
-    published,
-    reaching,
-)
-from fedmpi.experiments.report.sections import setup as setups
+from fedmpi.experiments.report.sections import costs
+from fedmpi.experiments.report.sections import learning as curves
+from fedmpi.experiments.report.sections.clients import layer_map
 from fedmpi.experiments.report.sections.material import Material, line, smoothed, summed
+from fedmpi.experiments.report.sections.results import automatic
 from fedmpi.experiments.runs import Run, find_runs, group, read_sweep_record
 from fedmpi.experiments.tables import show
 from fedmpi.runs.config import Skew
@@ -100,6 +92,12 @@ def material_of(*paths: Path, **more: Any) -> Material:
     runs = find_runs(list(paths))
     sweep = read_sweep_record(paths[0]) if (paths[0] / "sweep.json").exists() else {}
     return Material(runs, place(group(runs)), sweep, **more)
+
+
+def section_of(name: str, material: Material) -> Section:
+    """Return one section of the page."""
+    title, make, missing = next(row for row in SECTIONS if row[1].__name__ == name)
+    return Section(name, title, make(material) or [Absent(missing)])
 
 
 def pictures(section: Section) -> dict[str, Picture]:
@@ -342,7 +340,7 @@ def test_values_above_one_are_for_metrics_that_go_there(tmp_path: Path) -> None:
     write_run(tmp_path / "runs" / "usual", [a_round(1, 0.5), a_round(2, 0.6)], mask="mean")
     runs = find_runs([tmp_path / "runs"])
     assert targets(ReportOptions(reach=[80.0]), {}, runs) == [80.0]
-    section = reaching.section(material_of(tmp_path / "runs", reach=[80.0, 0.6]))
+    section = section_of("reach", material_of(tmp_path / "runs", reach=[80.0, 0.6]))
     columns = {name: list(part.table.columns[2:]) for name, part in tables(section).items()}
     assert columns == {"reach-mae": ["rounds to 80", "rounds to 0.6"], "reach-accuracy": ["rounds to 60%"]}
 
@@ -393,7 +391,7 @@ def test_a_run_under_way_has_no_part_in_the_mean_of_others(tmp_path: Path) -> No
     write_run(tmp_path / "runs" / "a", full, seed=0)
     write_run(tmp_path / "runs" / "b", [a_round(1, 0.1)], done=False, seed=1, rounds=5)
     material = material_of(tmp_path / "runs")
-    picture = pictures(learning.section(material))["accuracy-rounds"]
+    picture = pictures(section_of("learning", material))["accuracy-rounds"]
     assert "ends at 50" in picture.alt and "one seed each" in picture.caption
     assert "Not done: 1 of 2 runs (" in report_of(tmp_path, tmp_path / "runs").text
 
@@ -402,7 +400,7 @@ def test_a_run_alone_and_unfinished_is_shown_as_far_as_it_is(tmp_path: Path) -> 
     folder = write_run(tmp_path / "run", [a_round(1, 0.1), a_round(2, 0.2)], done=False, rounds=9)
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"round": 3, "clie')
-    assert "ends at 20" in pictures(learning.section(material_of(folder)))["accuracy-rounds"].alt
+    assert "ends at 20" in pictures(section_of("learning", material_of(folder)))["accuracy-rounds"].alt
     assert "1 run in 1 group, 0 done" in report_of(tmp_path, folder).text
 
 
@@ -418,23 +416,23 @@ def test_different_metrics_share_no_scale(tmp_path: Path) -> None:
     error = [a_round(n, 4.0 - n, "mae") for n in (1, 2, 3)]
     write_run(tmp_path / "runs" / "b", error, rises=False, algorithm="fedprox")
     material = material_of(tmp_path / "runs")
-    drawn = pictures(learning.section(material))
+    drawn = pictures(section_of("learning", material))
     assert {"accuracy-rounds", "mae-rounds", "test-loss-accuracy", "test-loss-mae"} <= drawn.keys()
     assert "ends at 60" in drawn["accuracy-rounds"].alt and "ends at 1." in drawn["mae-rounds"].alt
-    assert tables(comparing.summary(material)).keys() == {"summary-accuracy", "summary-mae"}
+    assert tables(section_of("results", material)).keys() == {"summary-accuracy", "summary-mae"}
     assert "Less mae is better." in report_of(tmp_path, tmp_path / "runs").text
 
 
 def test_values_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
     rounds = [a_round(1, 0.3), a_round(2, 0.2, train_loss=float("nan"), test_loss=float("inf")), a_round(3, None)]
     material = material_of(write_run(tmp_path / "run", rounds))
-    drawn = pictures(learning.section(material))
+    drawn = pictures(section_of("learning", material))
     assert "ends at 20" in drawn["accuracy-rounds"].alt and "ends at 1." in drawn["test-loss"].alt
 
 
 def test_a_loss_that_explodes_is_drawn_on_a_logarithmic_scale(tmp_path: Path) -> None:
     rounds = [a_round(n, 0.1, test_loss=10.0**n) for n in range(1, 9)]
-    picture = pictures(learning.section(material_of(write_run(tmp_path / "run", rounds))))["test-loss"]
+    picture = pictures(section_of("learning", material_of(write_run(tmp_path / "run", rounds))))["test-loss"]
     assert picture.draw().axes[0].get_yscale() == "log"
 
 
@@ -453,7 +451,7 @@ def test_names_cannot_break_the_page(tmp_path: Path) -> None:
     assert "b" not in {name for name, _ in reader.tags}
     assert all(attributes["src"] and str(attributes["src"]).startswith("data:") for attributes in reader.all("img"))
     assert evil in reader.text and "_hidden" in reader.text and "名前" in reader.text
-    drawn = pictures(learning.section(material_of(home)))["accuracy-rounds"]
+    drawn = pictures(section_of("learning", material_of(home)))["accuracy-rounds"]
     shown = drawn.draw().legends[0].get_texts()
     assert [text.get_text().strip() for text in shown][1] == "_hidden, fedavg + gma" and len(shown) == 3
 
@@ -493,21 +491,21 @@ def test_a_line_is_the_mean_of_the_seeds_with_one_deviation_around_it(two: Path)
 
 def test_bytes_and_seconds_are_what_has_come_together(tmp_path: Path) -> None:
     run = find_runs([write_run(tmp_path / "run", [a_round(n, 0.5) for n in (1, 2, 3)])])[0]
-    assert learning.megabytes(run) == {1: 0.001, 2: 0.002, 3: 0.003}
-    assert learning.megabytes_uploaded(run) == {}
-    assert learning.training_seconds(run) == pytest.approx({1: 2.0, 2: 4.0, 3: 6.0})  # evaluation is not training
+    assert curves.megabytes(run) == {1: 0.001, 2: 0.002, 3: 0.003}
+    assert curves.megabytes_uploaded(run) == {}
+    assert curves.training_seconds(run) == pytest.approx({1: 2.0, 2: 4.0, 3: 6.0})  # evaluation is not training
 
 
 def test_runs_that_sent_nothing_have_no_picture_against_bytes(tmp_path: Path) -> None:
     material = material_of(write_run(tmp_path / "run", [a_round(1, 0.5, bytes_sent=0)]))
-    section = learning.section(material)
+    section = section_of("learning", material)
     assert "accuracy-bytes" not in pictures(section) and "one rank" in absent(section)
     assert "accuracy-uploaded" not in pictures(section), "of an older version"
 
 
 def test_what_clients_upload_has_a_picture_on_any_number_of_ranks(tmp_path: Path) -> None:
     rounds = [a_round(n, 0.1 * n, bytes_sent=0, client_bytes_up=2_000_000, client_bytes_down=0) for n in (1, 2, 3)]
-    picture = pictures(learning.section(material_of(write_run(tmp_path / "run", rounds))))["accuracy-uploaded"]
+    picture = pictures(section_of("learning", material_of(write_run(tmp_path / "run", rounds))))["accuracy-uploaded"]
     (axes,) = picture.draw().axes
     assert axes.get_xlabel() == "MB uploaded by clients" and "uploaded" in picture.caption
     assert list(axes.lines[0].get_xdata()) == [2.0, 4.0, 6.0]
@@ -620,7 +618,7 @@ def pairs_of(tmp_path: Path, gains: list[float]) -> Material:
 
 
 def verdicts(material: Material) -> list[str]:
-    return [text for part in comparing.masks(material).parts if isinstance(part, Items) for text in part.texts]
+    return [text for part in section_of("masks", material).parts if isinstance(part, Items) for text in part.texts]
 
 
 def test_three_seeds_never_prove_anything(tmp_path: Path) -> None:
@@ -665,7 +663,7 @@ def test_a_falling_metric_is_better_when_it_is_less(tmp_path: Path) -> None:
 
 
 def test_the_picture_of_pairs_has_their_numbers(tmp_path: Path) -> None:
-    picture = pictures(comparing.masks(pairs_of(tmp_path, [0.1, 0.2, 0.3])))["masks"]
+    picture = pictures(section_of("masks", pairs_of(tmp_path, [0.1, 0.2, 0.3])))["masks"]
     assert "fedavg + gma 0.4: +20" in picture.alt
     left, right = picture.draw().axes
     low, high = right.get_xlim()
@@ -677,7 +675,7 @@ def test_the_picture_of_pairs_has_their_numbers(tmp_path: Path) -> None:
 def test_the_picture_of_pairs_shows_the_seeds_that_are_compared(tmp_path: Path) -> None:
     pairs_of(tmp_path, [0.1, 0.2, 0.3])
     shutil.rmtree(tmp_path / "pairs" / "gma2")
-    left, _ = pictures(comparing.masks(material_of(tmp_path / "pairs")))["masks"].draw().axes
+    left, _ = pictures(section_of("masks", material_of(tmp_path / "pairs")))["masks"].draw().axes
     marks = [found.get_xdata()[0] for found in left.lines if found.get_marker() in ("o", "s")]
     assert marks == pytest.approx([50.5, 65.5])
 
@@ -688,7 +686,7 @@ def test_the_picture_of_pairs_shows_the_seeds_that_are_compared(tmp_path: Path) 
 def test_published_numbers_stand_beside_the_measured(tmp_path: Path) -> None:
     said = {"source": "a paper", "measure": "best", "columns": "mask", "rows": [{"mean": 70.0, "gma": 80.5}]}
     home = write_sweep(tmp_path / "two", {"mask": MASKS}, 3, rising, published=said)
-    section = published.section(material_of(home))
+    section = section_of("published", material_of(home))
     row = tables(section)["published"].table.rows[0]
     assert [show(cell) for cell in row] == ["70.00", "71.00 ± 1.00", "+1.00", "80.50", "76.00 ± 1.00", "-4.50"]
     marks = [found for found in pictures(section)["published"].draw().axes[0].lines if found.get_marker() != "None"]
@@ -699,7 +697,7 @@ def test_a_paper_may_have_several_tables(tmp_path: Path) -> None:
     first = {"source": "table 1", "measure": "best", "columns": "mask", "rows": [{"mean": 70.0}]}
     reached = first | {"measure": "rounds:0.6", "rows": [{"mean": 9, "gma": 8}]}
     home = write_sweep(tmp_path / "two", {"mask": MASKS}, 3, rising, published=[first, {"measure": "curve"}, reached])
-    section = published.section(material_of(home))
+    section = section_of("published", material_of(home))
     assert list(tables(section)) == list(pictures(section)) == ["published", "published-3"]
     assert "rounds to 60%" in tables(section)["published-3"].table.title
     assert "The publication has no numbers" in absent(section)
@@ -715,11 +713,11 @@ def test_a_paper_may_have_several_tables(tmp_path: Path) -> None:
 )
 def test_what_is_not_published_is_said(said: Any, message: str, tmp_path: Path) -> None:
     home = write_sweep(tmp_path / "two", {"mask": MASKS}, 1, rising, **({"published": said} if said else {}))
-    assert message in absent(published.section(material_of(home)))
+    assert message in absent(section_of("published", material_of(home)))
 
 
 def test_rounds_to_reach_by_hand(two: Path) -> None:
-    section = reaching.section(material_of(two, reach=[0.5, 0.99]))
+    section = section_of("reach", material_of(two, reach=[0.5, 0.99]))
     rows = [[show(cell) for cell in row] for row in tables(section)["reach"].table.rows]
     assert rows == [["fedavg + mean", "3", "5.0 ± 0.0", "never"], ["fedavg + gma", "3", "4.0 ± 0.0", "never"]]
     texts = [text.get_text() for text in pictures(section)["reach"].draw().axes[0].texts]
@@ -744,10 +742,10 @@ def test_many_values_that_were_missed_leave_room_for_the_names(tmp_path: Path) -
         return [a_round(n, 0.6 + 0.03 * n + 0.1 * seed) for n in range(1, 6)]  # to 0.75, 0.85 and 0.95
 
     home = write_sweep(tmp_path / "s", {"mask": MASKS}, 3, rounds)
-    many = reaching.section(material_of(home, reach=[0.7, 0.75, 0.8, 0.85, 0.9, 0.95]))
+    many = section_of("reach", material_of(home, reach=[0.7, 0.75, 0.8, 0.85, 0.9, 0.95]))
     said = texts_inside(pictures(many)["reach"])
     assert said[::2] == ["fedavg + mean", "fedavg + gma"] and said[1::2] == ["4 of 6 values not reached by all"] * 2
-    two_values = reaching.section(material_of(home, reach=[0.8, 0.99]))
+    two_values = section_of("reach", material_of(home, reach=[0.8, 0.99]))
     assert "80%: 1 of 3 did not; 99%: never" in texts_inside(pictures(two_values)["reach"])
 
 
@@ -767,7 +765,7 @@ def test_a_group_that_is_not_done_has_not_missed_a_value(tmp_path: Path) -> None
     for seed, scores in enumerate(([0.5], [0.8])):
         write_run(tmp_path / "runs" / f"s{seed}", [a_round(1, scores[0])], done=False, seed=seed, rounds=9)
     for value, said in ((0.7, "70%: 1 of 2 did not yet"), (0.9, "90%: not yet")):
-        section = reaching.section(material_of(tmp_path / "runs", reach=[value, 0.1]))
+        section = section_of("reach", material_of(tmp_path / "runs", reach=[value, 0.1]))
         assert said in [text.get_text() for text in pictures(section)["reach"].draw().axes[0].texts]
 
 
@@ -779,16 +777,16 @@ def runs_with(bests: list[float], rises: bool) -> list[Run]:
 
 
 def test_values_to_reach_are_chosen_from_the_runs() -> None:
-    assert reaching.automatic(runs_with([0.62, 0.78, 0.93], rises=True)) == [0.6, 0.75]
-    assert reaching.automatic(runs_with([0.3], rises=True)) == [0.3]  # though 0.3 / 0.05 is a little less than 6
-    assert reaching.automatic(runs_with([1.0, 1.0, 0.25], rises=True)) == [0.25, 1.0]
-    assert reaching.automatic(runs_with([3.2, 7.6, 12.0], rises=False)) == [15.0, 10.0]
-    assert reaching.automatic([]) == [] and reaching.automatic(runs_with([0.0, -1.0], rises=True)) == []
+    assert automatic(runs_with([0.62, 0.78, 0.93], rises=True)) == [0.6, 0.75]
+    assert automatic(runs_with([0.3], rises=True)) == [0.3]  # though 0.3 / 0.05 is a little less than 6
+    assert automatic(runs_with([1.0, 1.0, 0.25], rises=True)) == [0.25, 1.0]
+    assert automatic(runs_with([3.2, 7.6, 12.0], rises=False)) == [15.0, 10.0]
+    assert automatic([]) == [] and automatic(runs_with([0.0, -1.0], rises=True)) == []
 
 
 @given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=20), st.booleans())
 def test_every_value_is_reached_by_somebody_and_the_first_by_all(bests: list[float], rises: bool) -> None:
-    chosen = reaching.automatic(runs_with(bests, rises))
+    chosen = automatic(runs_with(bests, rises))
     assert chosen == sorted(chosen, reverse=not rises) and len(set(chosen)) == len(chosen) <= 3
 
     def reached(value: float) -> int:
@@ -806,7 +804,7 @@ def test_layers_are_the_mean_over_seeds_and_gaps_stay_open(tmp_path: Path) -> No
     def rounds(labels_of: dict[str, str], seed: int) -> list[dict[str, Any]]:
         return [measured(1, 0.5, seed), a_round(2, 0.5), measured(3, 0.5, seed)]
 
-    found = agreement.layer_map(group(find_runs([write_sweep(tmp_path / "s", {"mask": MASKS}, 3, rounds)]))[0])
+    found = layer_map(group(find_runs([write_sweep(tmp_path / "s", {"mask": MASKS}, 3, rounds)]))[0])
     assert found is not None and found.names == list(LAYERS) and list(found.rounds) == [1, 2, 3]
     assert found.values[:, 0] == pytest.approx([0.11, 0.21, 0.31]) and np.isnan(found.values[:, 1]).all()
 
@@ -818,7 +816,7 @@ def test_the_share_below_tau_is_drawn_against_alpha(tmp_path: Path) -> None:
         return [a_round(1, 0.5, below_tau=0.9 - 0.1 * float(labels_of["skew.alpha"]) ** 0.5 + 0.01 * seed)]
 
     home = write_sweep(tmp_path / "s", {"skew.alpha": skews, "mask": MASKS}, 3, rounds)
-    axes = pictures(agreement.section(material_of(home)))["share-alpha"].draw().axes[0]
+    axes = pictures(section_of("agreement", material_of(home)))["share-alpha"].draw().axes[0]
     assert axes.get_xscale() == "log" and [text.get_text() for text in axes.get_xticklabels()] == ["0.1", "1", "10"]
     for drawn in axes.lines:
         expected = [91 - 10 * alpha**0.5 for alpha in (0.1, 1.0, 10.0)]
@@ -826,12 +824,12 @@ def test_the_share_below_tau_is_drawn_against_alpha(tmp_path: Path) -> None:
 
 
 def test_without_two_alphas_the_share_is_shown_by_group(two: Path) -> None:
-    section = agreement.section(material_of(two))
+    section = section_of("agreement", material_of(two))
     assert "share" in pictures(section) and "share-alpha" not in pictures(section)
 
 
 def test_participating_clients_beside_the_others(two: Path) -> None:
-    section = gaps.clients(material_of(two))
+    section = section_of("clients", material_of(two))
     first = tables(section)["clients"].table.rows[0]
     assert [show(cell) for cell in first] == ["fedavg + mean", "58.00 ± 1.00", "48.00 ± 1.00", "10.00 ± 0.00"]
     assert len(pictures(section)["clients"].draw().axes) == 2
@@ -840,12 +838,12 @@ def test_participating_clients_beside_the_others(two: Path) -> None:
 def test_participating_clients_by_a_metric_of_ones_own(tmp_path: Path) -> None:
     sides = {"participating": 0.25, "others": 0.5}
     folder = write_run(tmp_path / "runs" / "own", [a_round(1, 0.4, "mae", clients_mae=sides)], rises=False)
-    section = gaps.clients(material_of(folder))
+    section = section_of("clients", material_of(folder))
     table = tables(section)["clients"].table
     assert [show(cell) for cell in table.rows[0]] == ["fedavg + gma", "0.2500", "0.5000", "-0.2500"]
     assert "In percent." not in table.notes and "Line chart of mae against" in pictures(section)["clients"].alt
     write_run(tmp_path / "runs" / "usual", [measured(1, 0.5)], mask="mean")
-    assert list(tables(gaps.clients(material_of(tmp_path / "runs")))) == ["clients-mae", "clients-accuracy"]
+    assert list(tables(section_of("clients", material_of(tmp_path / "runs")))) == ["clients-mae", "clients-accuracy"]
     with open(folder / "metrics.jsonl", "a") as file:
         file.write(json.dumps(a_round(2, 0.4, "mae", clients_mae={"participating": "x"})) + "\n")
     assert len(find_runs([folder])[0].records) == 1, "no number where one is looked for: no round"
@@ -853,20 +851,20 @@ def test_participating_clients_by_a_metric_of_ones_own(tmp_path: Path) -> None:
 
 def test_what_stands_beside_is_of_the_last_rounds(tmp_path: Path) -> None:
     rounds = [measured(n, n / 100) if n % 5 == 0 else a_round(n, None) for n in range(1, 51)]
-    table = tables(gaps.gap(material_of(write_run(tmp_path / "run", rounds))))["gap-accuracy"].table
+    table = tables(section_of("gap", material_of(write_run(tmp_path / "run", rounds))))["gap-accuracy"].table
     assert [show(cell) for cell in table.rows[0]] == ["fedavg + gma", "57.50", "47.50", "10.00"], "rounds 45 and 50"
     assert "Means over the scored ones of the last 10 rounds" in table.notes[0]
 
 
 def test_everybody_takes_part(tmp_path: Path) -> None:
     rounds = [a_round(n, 0.5, clients_accuracy={"participating": 0.6, "others": None}) for n in (1, 2)]
-    section = gaps.clients(material_of(write_run(tmp_path / "run", rounds)))
+    section = section_of("clients", material_of(write_run(tmp_path / "run", rounds)))
     assert [show(c) for c in tables(section)["clients"].table.rows[0]] == ["fedavg + gma", "60.00", "-", "-"]
     assert "others" not in pictures(section)["clients"].alt
 
 
 def test_the_gap_between_training_and_test_data(two: Path) -> None:
-    row = tables(gaps.gap(material_of(two)))["gap-accuracy"].table.rows[1]
+    row = tables(section_of("gap", material_of(two)))["gap-accuracy"].table.rows[1]
     assert [show(cell) for cell in row] == ["fedavg + gma", "68.00 ± 1.00", "58.00 ± 1.00", "10.00 ± 0.00"]
 
 
@@ -874,30 +872,30 @@ def test_any_further_number_has_a_curve(tmp_path: Path) -> None:
     evil = "</figure><script>alert(1)</script>"
     more = {evil: 1.0, "own": {"a": 1, "b": None}, "words": "x", "flag": True}
     rounds = [a_round(n, 0.5, drift=0.1 * n, **more) for n in (1, 2)]
-    section = learning.further(material_of(write_run(tmp_path / "run", rounds)))
+    section = section_of("further", material_of(write_run(tmp_path / "run", rounds)))
     drawn = pictures(section)
     assert list(drawn) == ["further-1-drift", "further-2-figure-script-alert-1-script", "further-3-own-a"]
     assert list(drawn["further-1-drift"].draw().axes[0].lines[0].get_ydata()) == pytest.approx([0.1, 0.2])
     reader = report_of(tmp_path, tmp_path / "run")
     assert reader.open == [] and not reader.all("script") and evil in reader.text
-    assert "No run measured anything else" in absent(learning.further(material_of(OLD)))
+    assert "No run measured anything else" in absent(section_of("further", material_of(OLD)))
 
 
 def test_very_many_further_numbers_are_cut(tmp_path: Path) -> None:
     rounds = [a_round(1, 0.5, own={f"n{i}": i for i in range(99)})]
-    section = learning.further(material_of(write_run(tmp_path / "run", rounds)))
-    assert len(pictures(section)) == learning.MOST_NUMBERS and "The first 24 of 99 numbers" in absent(section)
+    section = section_of("further", material_of(write_run(tmp_path / "run", rounds)))
+    assert len(pictures(section)) == curves.MOST_NUMBERS and "The first 24 of 99 numbers" in absent(section)
 
 
 def test_attacks_are_shown_where_they_were_made(two: Path) -> None:
-    assert "fedmpi attack" in absent(membership.section(material_of(two)))
+    assert "fedmpi attack" in absent(section_of("membership", material_of(two)))
     for number, folder in enumerate(sorted(two.glob("gma*"))):
         found = {"accuracy": 0.55 + 0.01 * number, "auc": 0.6, "advantage": 0.1}
         control = {"logistic": {"accuracy": 0.51, "auc": 0.5, "advantage": 0.02}, "loss": None}
         (folder / "attack.json").write_text(
             json.dumps({"judged": 10_000 - number, "logistic": found, "loss": None, "control": control})
         )
-    table = tables(membership.section(material_of(two)))["membership"].table
+    table = tables(section_of("membership", material_of(two)))["membership"].table
     after, before = "logistic regression on the answers", "logistic regression, model before training"
     assert [[show(cell) for cell in row[1:]] for row in table.rows] == [
         [after, "56.00 ± 1.00", "55.02 to 56.97", "0.6000 ± 0.0000", "0.1000 ± 0.0000"],
@@ -912,7 +910,7 @@ def test_an_attack_that_does_not_tell_its_samples_has_no_interval(two: Path) -> 
         for folder in two.glob("gma*"):
             found = {"judged": judged, "loss": {"accuracy": 7.0 if judged == 100 else 0.5}}
             (folder / "attack.json").write_text(json.dumps(found))
-        table = tables(membership.section(material_of(two)))["membership"].table
+        table = tables(section_of("membership", material_of(two)))["membership"].table
         assert show(table.rows[0][3]) == "-" and "Wilson" not in " ".join(table.notes)
 
 
@@ -922,19 +920,19 @@ def test_an_attack_that_does_not_tell_its_samples_has_no_interval(two: Path) -> 
 def test_an_attack_that_cannot_be_read_is_a_fault(text: str, two: Path) -> None:
     (next(two.glob("gma*")) / "attack.json").write_text(text)
     with pytest.raises(FileError, match="attack.json (has|is) .*; restore it from a copy, or move it away"):
-        membership.section(material_of(two))
+        section_of("membership", material_of(two))
 
 
 def test_an_attack_that_found_no_number_counts_for_none(two: Path) -> None:
     (next(two.glob("gma*")) / "attack.json").write_text('{"loss": {"accuracy": NaN}}')
-    assert "No run was attacked" in absent(membership.section(material_of(two)))
+    assert "No run was attacked" in absent(section_of("membership", material_of(two)))
 
 
 # Labels, costs, configuration
 
 
 def test_labels_are_drawn_once_for_each_split(two: Path, tmp_path: Path) -> None:
-    section = labels.section(material_of(two))
+    section = section_of("labels", material_of(two))
     (picture,) = pictures(section).values()
     assert "A client has 20 to 45 samples and 1.5 of 2 classes on average." in picture.caption
     axes = picture.draw().axes[0]
@@ -951,23 +949,23 @@ def test_a_partition_of_very_many_clients_is_told_in_a_sentence(tmp_path: Path) 
         "classes_per_client": 1.75,
     }
     (folder / "partition.json").write_text(json.dumps(told))
-    (said,) = labels.section(material_of(folder)).parts
+    (said,) = section_of("labels", material_of(folder)).parts
     assert isinstance(said, str) and "20,000 clients with 1 to 5,000 samples each (quartiles 2, 4, 1,000)" in said
     (folder / "partition.json").write_text(json.dumps(told | {"sizes": "many"}))
-    assert "has no samples per client" in absent(labels.section(material_of(folder)))
+    assert "has no samples per client" in absent(section_of("labels", material_of(folder)))
 
 
 @pytest.mark.parametrize("histogram", [[[1, 2], [3]], "none", [], [[]], [[0, 0]], [[-1, 2]], [[1e400]]])
 def test_a_histogram_that_is_none_is_told(histogram: Any, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", [a_round(1, 0.5)], histogram=histogram)
-    assert "has no samples per client" in absent(labels.section(material_of(folder)))
+    assert "has no samples per client" in absent(section_of("labels", material_of(folder)))
 
 
 def test_many_clients_and_no_classes_can_be_drawn(tmp_path: Path) -> None:
     for name, shape in (("many", (300, 10)), ("plain", (60, 1)), ("few", (3, 1))):
         counts = np.arange(1, np.prod(shape) + 1).reshape(shape)
         folder = write_run(tmp_path / name, [a_round(1, 0.5)], histogram=counts.tolist())
-        (picture,) = pictures(labels.section(material_of(folder))).values()
+        (picture,) = pictures(section_of("labels", material_of(folder))).values()
         assert Image.open(BytesIO(render(picture, ["png"])["png"])).width > 300
 
 
@@ -976,14 +974,14 @@ def test_the_time_of_a_round_by_phase(two: Path) -> None:
     assert costs.seconds(material.groups[0]) == pytest.approx(
         {"local": 1.5, "wait": 0.1, "reduce": 0.2, "server": 0.1, "gather": 0.1, "meta": 0.0, "eval": 1.0}
     )
-    axes = pictures(costs.section(material))["time"].draw().axes[0]
+    axes = pictures(section_of("costs", material))["time"].draw().axes[0]
     assert sum(bar.get_width() for bar in axes.patches) == pytest.approx(2 * 3.0)
 
 
 def test_differences_are_marked_and_the_rest_is_folded(tmp_path: Path) -> None:
     for number, (mask, cohort) in enumerate([("mean", 4), ("gma", 4), ("gma", 2)]):
         write_run(tmp_path / "runs" / f"r{number}", [a_round(1, 0.5)], mask=mask, cohort=cohort, timeout=77.0)
-    section = setups.configuration(material_of(tmp_path / "runs"))
+    section = section_of("configuration", material_of(tmp_path / "runs"))
     named = tables(section)["configuration"]
     marked = {(named.table.columns[column], show(named.table.rows[row][column])) for row, column in named.marked}
     assert marked == {("mask", "mean"), ("cohort", "2")}
@@ -1030,7 +1028,7 @@ def test_a_choice_that_cannot_be_read_or_was_not_made_is_none(cells: Any, tmp_pa
 
 def test_parts_become_html() -> None:
     parts: list[Part] = ["a < b", Absent("none"), Items(["x", "y"]), Code("ls & cd"), Fold("more", ["inside"])]
-    reader = Reader(make_page("t", "l", [("name", "<v>")], [Section("one", "First", parts)], {}))
+    reader = Reader(make_page("t", [Section("one", "First", parts)], {}, about="l", facts=[("name", "<v>")]))
     assert reader.text.endswith("First a < b none x y ls & cd more inside") and "<v>" in reader.text
     assert reader.open == [] and reader.all("section") == [{"id": "one", "aria-labelledby": "one-title"}]
 
@@ -1062,10 +1060,10 @@ def test_lines_and_letters_stand_out() -> None:
 def test_everything_is_made_before_anything_is_written(
     two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(material: Material) -> Section:
+    def fails(material: Material) -> list[Part]:
         raise UserError("no")
 
-    monkeypatch.setattr(setups, "configuration", fails)
+    monkeypatch.setattr(command, "SECTIONS", (*SECTIONS, ("Fails", fails, "")))
     assert main(["report", str(two), "--out", str(tmp_path / "report")]) == 2
     assert not (tmp_path / "report").exists()
 
@@ -1078,11 +1076,11 @@ def test_a_hundred_runs_stay_readable(tmp_path: Path) -> None:
     }
     home = write_sweep(tmp_path / "many", axes, 2, rising)
     material = material_of(home)
-    drawn = pictures(learning.section(material))
+    drawn = pictures(section_of("learning", material))
     assert {"accuracy-rounds", "accuracy-rounds-2"} <= drawn.keys()
     assert sum(axes.get_visible() for axes in drawn["accuracy-rounds"].draw().axes) == 7  # of 13, and 6 in the next
-    assert "clients-2" not in pictures(gaps.clients(material)), "a row for each group, not a panel"
-    assert "first 12 of 52 groups" in absent(agreement.section(material))
+    assert "clients-2" not in pictures(section_of("clients", material)), "a row for each group, not a panel"
+    assert "first 12 of 52 groups" in absent(section_of("agreement", material))
 
 
 def test_no_word_is_outside_of_its_picture(tmp_path: Path) -> None:
@@ -1113,6 +1111,6 @@ def test_panels_of_very_different_length_have_scales_of_their_own(tmp_path: Path
 
     settings = {f"s{i}": {"cohort": i + 1} for i in range(4)}
     home = write_sweep(tmp_path / "uneven", {"setting": settings, "mask": MASKS}, 1, rounds)
-    picture = pictures(learning.section(material_of(home)))["accuracy-rounds"]
+    picture = pictures(section_of("learning", material_of(home)))["accuracy-rounds"]
     first, last = (picture.draw().axes[i].get_xlim() for i in (0, 3))
     assert first[1] < 5 < 25 < last[1] and picture.caption.endswith("Panels have scales of their own.")

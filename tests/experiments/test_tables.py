@@ -15,18 +15,13 @@ from hypothesis import strategies as st
 from made_runs import made, records, seeds, write_run, write_sweep
 
 from fedmpi.errors import UserError
-from fedmpi.experiments.report.pairs import find_pairs, mask_table
-from fedmpi.experiments.report.results import (
-    agreement_table,
-    bytes_table,
-    config_tables,
-    cost_table,
-    published_table,
-    reach_table,
-    runs_table,
-    summary_table,
-)
-from fedmpi.experiments.report.sections import costs
+from fedmpi.experiments.report.sections.clients import agreement_table
+from fedmpi.experiments.report.sections.costs import bytes_table, cost_table
+from fedmpi.experiments.report.sections.costs import seconds as seconds_of
+from fedmpi.experiments.report.sections.masks import find_pairs, mask_table
+from fedmpi.experiments.report.sections.published import published_table
+from fedmpi.experiments.report.sections.results import reach_table, runs_table, summary_table
+from fedmpi.experiments.report.sections.setup import config_tables
 from fedmpi.experiments.runs import Run, find_runs, group, read_sweep_record
 from fedmpi.experiments.tables import (
     FORMS,
@@ -252,7 +247,7 @@ def test_the_summary_has_means_and_deviations_by_hand() -> None:
         made([0.2, 0.9, 0.8], seed=1, mask="gma"),
         made([0.3, 0.3, 0.3], mask="mean"),
     ]
-    table = summary_table(group(runs), ["best", "last10", "test_loss", "train_loss20"], reach=[0.6, 0.85])
+    table = summary_table(group(runs), ["best", "last10", "test_loss", "train_loss20", "rounds:0.6", "rounds:0.85"])
     gma = cells(table, "fedavg + gma")
     assert gma["seeds"] == "2" and gma["rounds"] == "3"
     assert gma["best accuracy"] == "80.00 ± 14.14", "0.7 and 0.9"
@@ -282,7 +277,7 @@ def test_runs_that_are_not_done_have_no_part_in_a_mean() -> None:
 
 
 def test_a_metric_that_falls_is_no_accuracy() -> None:
-    table = summary_table(group([made([0.5, 0.25], metric="error", rises=False)]), reach=[0.3])
+    table = summary_table(group([made([0.5, 0.25], metric="error", rises=False)]), ["best", "rounds:0.3"])
     row = cells(table, "fedavg + gma")
     assert row["best error"] == "0.2500" and row["rounds to 0.3"] == "2"
     assert "Less error is better." in table.notes and "Accuracies in percent." not in table.notes
@@ -378,7 +373,7 @@ def test_pairs_differ_in_the_mask_alone_or_in_the_rates_too() -> None:
     slow, fast = (made([0.5], mask="mean", local__lr=lr) for lr in (0.01, 0.1))
     assert labels(slow, made([0.5], mask="gma", local__lr=0.1)) != [], "each arm may have rates of its own"
     same = find_pairs(group([slow, fast, made([0.5], mask="gma", local__lr=0.1)]))
-    assert [pair.plain.config["local.lr"] for pair in same] == [0.1] and same[0].same_rates
+    assert [(pair.plain.config["local.lr"], pair.masked.config["local.lr"]) for pair in same] == [(0.1, 0.1)]
     assert labels(slow, fast, made([0.5], mask="gma", local__lr=0.5)) == [], "which of the two is not to be guessed"
 
 
@@ -578,7 +573,7 @@ def test_costs_and_agreement_leave_out_what_is_not_done() -> None:
     older = cells(bytes_table(groups), "fedavg + gma")
     assert {older[name] for name in older if " up" in name or " down" in name} == {"-"}
     assert cells(agreement_table(groups), "fedavg + gma")["agreement"] == "0.020 ± 0.014"
-    assert costs.seconds(groups[0]) == {"local": 2.0}, "in the picture too"
+    assert seconds_of(groups[0]) == {"local": 2.0}, "in the picture too"
     for table in (cost_table(groups), agreement_table(groups)):
         assert "Not done: 1 run, left out of the means unless no run of the group is done." in table.notes
 
@@ -597,7 +592,7 @@ def test_the_configuration_has_what_differs_and_what_is_shared() -> None:
 
 def test_runs_of_every_version_come_to_every_table() -> None:
     groups = group(find_runs([OLD]))
-    built = [summary_table(groups, reach=[0.2]), mask_table(groups), reach_table(groups, [0.2]), cost_table(groups)]
+    built = [summary_table(groups), mask_table(groups), reach_table(groups, [0.2]), cost_table(groups)]
     for table in [*built, agreement_table(groups), *config_tables(groups)]:
         assert table.rows and all(form(table) for form in FORMS.values())
     (row,) = mask_table(groups).rows

@@ -11,13 +11,12 @@ Everything is made before anything is written, and the same runs give the same b
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypedDict
 
-from ... import __version__
 from ...errors import UserError, unknown
 from ...plugins.knobs import knob
 from ...runs.folder import STARTS, read_json
@@ -31,12 +30,38 @@ from .figures.style import Picture, render
 from .layout import place
 from .output import Files, check_output, write_report
 from .page import Absent, Fold, Items, Named, Part, Section, make_page
-from .sections import agreement, comparing, costs, gaps, labels, learning, membership, published, reaching, setup
+from .sections.clients import agreement, labels
+from .sections.costs import costs
+from .sections.learning import clients, further, gap, learning
+from .sections.masks import masks
 from .sections.material import Material
+from .sections.membership import membership
+from .sections.published import departure_notes, published
+from .sections.results import LEAST, MOST, reach, results
+from .sections.setup import choice, configuration, source
 
 ABOUT = "Write one page about runs, with figures and tables that are also written as files."
 KINDS = ("png", "svg", "pdf")
 WRITTEN = ("csv", "md", "tex")
+SOFTWARE = ("fedmpi", "python", "torch")
+
+
+SECTIONS: tuple[tuple[str, Callable[[Material], list[Part]], str], ...] = (
+    ("Results", results, "No run has scored a round yet."),
+    ("Learning curves", learning, "No run has finished a round yet."),
+    ("Plain and masked averaging", masks, "No two groups of scored runs differ in the mask alone."),
+    ("Published and measured", published, "The runs are of no sweep that names published numbers."),
+    ("Rounds to reach a value", reach, "No run has scored a round yet."),
+    ("Agreement of the clients", agreement, ""),
+    ("Participating and other clients", clients, "Not measured; train with --evaluate clients."),
+    ("Training and test data", gap, "Not measured; train with --evaluate gap."),
+    ("Membership inference", membership, "No run was attacked; use 'fedmpi attack RUN' or --evaluate membership."),
+    ("Further measurements", further, "No run measured anything else; your own measurement adds its numbers here."),
+    ("Labels of the clients", labels, "No run has a partition.json."),
+    ("Time and bytes", costs, "No run has finished a round yet."),
+    ("Configuration", configuration, ""),
+)
+"""title, the function that makes it, whose name is its key, and what the page says if that returns nothing"""
 
 
 @dataclass(frozen=True)
@@ -94,7 +119,7 @@ def parse(arguments: list[str]) -> ReportOptions:
     if not options.runs:
         raise UserError("report was given no run; name run folders or a sweep's: fedmpi report RUN [RUN ...] --out DIR")
     for value in options.reach:
-        if not reaching.LEAST <= value < reaching.MOST:
+        if not LEAST <= value < MOST:
             raise UserError(f"--reach is {value:g}; it must be in [0.0001, 1000000), such as 0.8 for 80% accuracy")
     kinds(options.formats)
     return options
@@ -117,7 +142,7 @@ def make(runs: Sequence[Run], options: ReportOptions, command: str) -> tuple[Fil
     shown = [run for one in groups for run in (*one.runs, *one.repeats)]
     groups = group(shown)  # again: chosen runs may be separated by fewer knobs
     material = Material(shown, place(groups), sweep, targets(options, sweep, shown), options.smooth)
-    sections = gather([*([setup.choice(cells, runs)] if cells else []), *contents(material)])
+    sections = gather([*([choice(cells, runs)] if cells else []), *contents(material)])
     files: Files = {}
     warnings: list[str] = []
     drawn: dict[str, str] = {}
@@ -129,10 +154,13 @@ def make(runs: Sequence[Run], options: ReportOptions, command: str) -> tuple[Fil
             files |= {f"figures/{part.name}.{kind}": made[kind] for kind in formats}
         if isinstance(part, Named):
             files |= {f"tables/{part.name}.{kind}": FORMS[kind](part.table).encode() for kind in WRITTEN}
-            warnings += [f"{part.name}: {text}" for text in published.departure_notes(part.table)]
-    sections.append(setup.source(material, command, list(files)))
-    title = options.title or heading(shown, sweep)
-    files["index.html"] = make_page(title, lead(sweep), facts(shown, groups), sections, drawn).encode()
+            warnings += [f"{part.name}: {text}" for text in departure_notes(part.table)]
+    sections.append(source(material, command, list(files)))
+    whole, of = len(sweep.get("runs", ())), f" of the sweep {sweep['name']}" if sweep.get("name") else ""
+    some = "" if of and len(shown) >= whole else f" of {plural(len(shown), 'run')}"
+    title = options.title or f"Report{some}{of}"
+    about = str(sweep.get("about") or "").rstrip(".")
+    files["index.html"] = make_page(title, sections, drawn, about=about, facts=facts(shown, groups)).encode()
     return files, warnings
 
 
@@ -149,21 +177,7 @@ def targets(options: ReportOptions, sweep: Mapping[str, Any], runs: Sequence[Run
 
 def contents(material: Material) -> list[Section]:
     """Return the sections made from the runs, in the order of the page."""
-    return [
-        comparing.summary(material),
-        learning.section(material),
-        comparing.masks(material),
-        published.section(material),
-        reaching.section(material),
-        agreement.section(material),
-        gaps.clients(material),
-        gaps.gap(material),
-        membership.section(material),
-        learning.further(material),
-        labels.section(material),
-        costs.section(material),
-        setup.configuration(material),
-    ]
+    return [Section(of.__name__, title, of(material) or [Absent(absent)]) for title, of, absent in SECTIONS]
 
 
 def gather(sections: Sequence[Section]) -> list[Section]:
@@ -202,55 +216,27 @@ def is_chosen(one: Group, cells: Sequence[Mapping[str, Any]]) -> bool:
     return any(cell["cell"].items() <= labels and cell["best"].items() <= labels for cell in cells)
 
 
-# The head of the page
-
-
-def heading(runs: Sequence[Run], sweep: Mapping[str, Any]) -> str:
-    """Return the default title."""
-    whole = bool(sweep) and len(runs) >= len(sweep["runs"])
-    of = f" of the sweep {sweep.get('name')}" if sweep.get("name") else ""
-    return f"Report{of}" if whole and of else f"Report of {plural(len(runs), 'run')}{of}"
-
-
-def lead(sweep: Mapping[str, Any]) -> str:
-    """Return the sweep's description and the version."""
-    about = str(sweep.get("about") or "").rstrip(".")
-    return f"{about + '. ' if about else ''}Federated learning with fedmpi {__version__}."
-
-
 def facts(runs: Sequence[Run], groups: Sequence[Group]) -> list[tuple[str, str]]:
-    """Return what was run, when and with which versions."""
+    """Return what was run, when (days in UTC) and with which versions; '' where that is unknown."""
+
+    def listed(found: Iterable[Any]) -> str:
+        return ", ".join(dict.fromkeys(str(one) for one in found if one is not None))
+
     seeds = sorted({run.seed for run in runs})
     environments = [read(run.folder / "environment.json", Environment) or {} for run in runs]
-    versions = [found["versions"] for found in environments if "versions" in found]
-    software = [
-        f"{name} {', '.join(used)}"
-        for name in ("fedmpi", "python", "torch")
-        if (used := sorted({str(one[name]) for one in versions if one.get(name)}))
-    ]
-    ranks = sorted({found["size"] for found in environments if "size" in found})
-    done = sum(run.done for run in runs)
-    found = [
-        ("Runs", f"{plural(len(runs), 'run')} in {plural(len(groups), 'group')}, {done} done"),
-        ("Seeds", ", ".join(map(str, seeds)) if len(seeds) <= 12 else f"{len(seeds)}: {seeds[0]} to {seeds[-1]}"),
-        ("Data", values_of(runs, "data")),
-        ("Model", values_of(runs, "model")),
-        ("Algorithms", "; ".join(dict.fromkeys(pairing({}, run.config, taus=True) for run in runs))),
-        ("Ranks", ", ".join(map(str, ranks))),
-        ("Versions", "; ".join(software)),
-        ("Dates", dates(runs)),
-    ]
-    return [(name, value) for name, value in found if value]
-
-
-def values_of(runs: Sequence[Run], name: str) -> str:
-    """Return the values of a knob in the runs."""
-    return ", ".join(dict.fromkeys(str(run.config[name]) for run in runs if run.config.get(name) is not None))
-
-
-def dates(runs: Sequence[Run]) -> str:
-    """Return the first and the last day on which runs were started, in UTC."""
+    versions = [found.get("versions", {}) for found in environments]
+    software = {name: sorted({str(one[name]) for one in versions if one.get(name)}) for name in SOFTWARE}
     times = [start.get("time") for run in runs for start in records(run.folder / STARTS, Start)]
     sound = [time for time in times if isinstance(time, int | float) and 0 < time < 1e11]
     days = sorted(datetime.fromtimestamp(time, timezone.utc).date().isoformat() for time in sound)
-    return " to ".join(dict.fromkeys([days[0], days[-1]])) if days else ""
+    done = sum(run.done for run in runs)
+    return [
+        ("Runs", f"{plural(len(runs), 'run')} in {plural(len(groups), 'group')}, {done} done"),
+        ("Seeds", listed(seeds) if len(seeds) <= 12 else f"{len(seeds)}: {seeds[0]} to {seeds[-1]}"),
+        ("Data", listed(run.config.get("data") for run in runs)),
+        ("Model", listed(run.config.get("model") for run in runs)),
+        ("Algorithms", "; ".join(dict.fromkeys(pairing({}, run.config, taus=True) for run in runs))),
+        ("Ranks", listed(sorted({found["size"] for found in environments if "size" in found}))),
+        ("Versions", "; ".join(f"{name} {listed(used)}" for name, used in software.items() if used)),
+        ("Dates", " to ".join(dict.fromkeys([*days[:1], *days[-1:]]))),
+    ]

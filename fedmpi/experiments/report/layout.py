@@ -99,7 +99,3 @@ def sort_by(placed: Sequence[Placed], key: Callable[[Placed], str]) -> dict[str,
 
 def by_panel(placed: Sequence[Placed]) -> dict[str, list[Placed]]:
     return sort_by(placed, lambda one: one.panel)
-
-
-def by_metric(placed: Sequence[Placed]) -> dict[str, list[Placed]]:
-    return sort_by(placed, lambda one: one.group.metric)

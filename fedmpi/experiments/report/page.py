@@ -9,15 +9,12 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import Any
 
+from ... import __version__
 from ..tables import Table, is_better, show
 from .figures.style import Picture
-
-if TYPE_CHECKING:
-    from jinja2 import Template
 
 
 @dataclass(frozen=True)
@@ -68,37 +65,30 @@ class Section:
 
     key: str
     title: str
-    parts: Sequence[Part] = field(default_factory=list)
+    parts: Sequence[Part]
 
 
-def make_page(
-    title: str, lead: str, facts: Sequence[tuple[str, str]], sections: Sequence[Section], drawn: Mapping[str, str]
-) -> str:
-    """Return the page as HTML; `drawn` has the SVG of each picture by name."""
-    pictures = {name: (*size(svg), data_uri(svg)) for name, svg in drawn.items()}
-    return template().render(title=title, lead=lead, facts=facts, sections=sections, pictures=pictures)
+def make_page(title: str, sections: Sequence[Section], drawn: Mapping[str, str], **head: Any) -> str:
+    """Return the page as HTML; `drawn` has the SVG of each picture by name, `head` the `about` and the `facts`.
 
-
-@cache
-def template() -> Template:
-    """Return the page's template. It escapes everything: labels and paths of run folders cannot inject HTML."""
+    The template escapes everything: labels and paths of run folders cannot inject HTML.
+    """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     loader = PackageLoader("fedmpi.experiments.report", "")
     env = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     env.filters |= {"show": show, "kind": lambda part: type(part).__name__}
     env.tests["better"] = is_better
-    return env.get_template("page.html")
+    pictures = {name: image(svg) for name, svg in drawn.items()}
+    page = env.get_template("page.html")
+    return page.render(title=title, sections=sections, pictures=pictures, version=__version__, **head)
 
 
-def size(svg: str) -> tuple[int, int]:
-    """Return width and height of an SVG in points."""
+def image(svg: str) -> tuple[int, int, str]:
+    """Return width and height of an SVG in points, and it as a data URI, its paths rounded to a hundredth of a point,
+    which halves it."""
     found = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg)
     assert found is not None, "matplotlib always writes a view box"
-    return round(float(found[1])), round(float(found[2]))
-
-
-def data_uri(svg: str) -> str:
-    """Return an SVG as a data URI, its paths rounded to a hundredth of a point, which halves it."""
     text = re.sub(' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), svg)
-    return "data:image/svg+xml;base64," + base64.b64encode(text.encode()).decode()
+    uri = "data:image/svg+xml;base64," + base64.b64encode(text.encode()).decode()
+    return round(float(found[1])), round(float(found[2])), uri

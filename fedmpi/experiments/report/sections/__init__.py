@@ -1,1 +1,1 @@
-"""The sections of a report. Each shows what the runs measured, and says in a sentence what they did not."""
+"""The sections of a report: functions that return the parts of the page that show what the runs measured."""

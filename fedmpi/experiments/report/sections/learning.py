@@ -1,66 +1,72 @@
-"""Learning curves: test metric and loss against rounds, bytes and time, training loss, and all further numbers."""
+"""Curves over rounds: test metric and losses, two sides of one run and their difference, and all further numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from dataclasses import replace
 
 from ....runs.metrics import Round
-from ...measures import client_bytes, round_seconds, total_bytes
-from ...runs import Run, counted
+from ...measures import client_bytes, mean_of_last, round_seconds, total_bytes
+from ...runs import Group, Run, counted
+from ...tables import Cell, Table
 from ..figures.curves import Line
-from ..figures.style import Picture
-from ..layout import Placed
-from ..page import Absent, Part, Section
-from .material import Curve, Material, Plot, by_suffix, line, plot, slug, smoothed, summed, unit
+from ..figures.rows import Row
+from ..figures.style import Picture, numbered_style
+from ..layout import MOST_PANELS, Placed
+from ..page import Absent, Named, Part
+from .material import (
+    Curve,
+    Material,
+    Plot,
+    by_suffix,
+    capitalised,
+    dots,
+    line,
+    mark,
+    plot,
+    slug,
+    smoothed,
+    summed,
+    unit,
+)
+from .results import mean_cell
 
 MOST_NUMBERS = 24  # further numbers with a figure
+STYLES = (numbered_style(0), numbered_style(1, 1, filled=False))
+LAST = 10  # rounds whose mean is in a table
 Reading = Callable[[Run], Curve]
 
 
-def section(material: Material) -> Section:
+def learning(material: Material) -> list[Part]:
     """Return the learning curves, per metric."""
     parts: list[Part] = []
     for suffix, placed in by_suffix(material.placed).items():
-        parts += pictures(placed, material.smooth, suffix)
-    if not parts:
-        parts.append(Absent("No run has finished a round yet."))
-    elif not any(total_bytes(run) for run in material.runs):
+        metric, smooth = placed[0].group.metric, material.smooth
+        score, (name, factor) = f"test_{metric}", unit(metric)
+        tested = Plot(f"{slug(metric)}-rounds", f"test {metric} against rounds", "round", f"test {name}", factor)
+        parts += curves(tested, placed, smooth, score)
+        loss = Plot(f"test-loss{suffix}", "test loss against rounds", "round", "test loss")
+        parts += curves(loss, placed, smooth, "test_loss")
+        for file, about, across, reading in AGAINST:
+            what = replace(tested, name=f"{slug(metric)}-{file}", about=f"test {metric} against {about}", across=across)
+            there = [one for one in placed if any(map(reading, counted(one.group)))]
+            parts += curves(what, there, smooth, score, reading=reading)
+        loss = Plot(f"train-loss{suffix}", "training loss of the round's clients", "round", "training loss")
+        parts += curves(loss, placed, smooth, "train_loss")
+    if parts and not any(total_bytes(run) for run in material.runs):
         parts.append(Absent("No figure against bytes sent: a run on one rank sends none."))
-    return Section("learning", "Learning curves", parts)
+    return parts
 
 
-def pictures(placed: Sequence[Placed], smooth: int, suffix: str) -> list[Picture]:
-    """Return the curves of groups that share a metric."""
-    metric = placed[0].group.metric
-    score, (name, factor) = f"test_{metric}", unit(metric)
-
-    def over_rounds(name: str, about: str, down: str, key: str, factor: float = 1.0) -> list[Picture]:
-        return curves(Plot(name, about, "round", down, factor), placed, lambda run: run.series(key), smooth)
-
-    def against(name_of: str, about: str, across: str, reading: Reading) -> list[Picture]:
-        def lines(one: Placed) -> list[Line | None]:
-            runs = [run for run in counted(one.group) if reading(run)]
-            return [line(one, [smoothed(run.series(score), smooth) for run in runs], [reading(run) for run in runs])]
-
-        what = Plot(f"{slug(metric)}-{name_of}", f"test {metric} against {about}", across, f"test {name}", factor)
-        return plot(what, [one for one in placed if any(map(reading, counted(one.group)))], lines, smooth)
-
-    return [
-        *over_rounds(f"{slug(metric)}-rounds", f"test {metric} against rounds", f"test {name}", score, factor),
-        *over_rounds(f"test-loss{suffix}", "test loss against rounds", "test loss", "test_loss"),
-        *against("bytes", "bytes sent by all ranks", "MB sent", megabytes),
-        *against("uploaded", "bytes uploaded by all clients", "MB uploaded by clients", megabytes_uploaded),
-        *against("time", "seconds of training (without evaluation)", "seconds of training", training_seconds),
-        *over_rounds(f"train-loss{suffix}", "training loss of the round's clients", "training loss", "train_loss"),
-    ]
-
-
-def curves(what: Plot, placed: Sequence[Placed], reading: Reading, smooth: int) -> list[Picture]:
-    """Return figures of one curve per group."""
+def curves(
+    what: Plot, placed: Sequence[Placed], smooth: int, *path: str, reading: Reading | None = None
+) -> list[Picture]:
+    """Return figures of one curve per group: the numbers at a path in the records, over rounds or over a reading."""
 
     def lines(one: Placed) -> list[Line | None]:
-        return [line(one, [smoothed(reading(run), smooth) for run in counted(one.group)])]
+        runs = [run for run in counted(one.group) if reading is None or reading(run)]
+        across = [] if reading is None else [reading(run) for run in runs]
+        return [line(one, [smoothed(run.series(*path), smooth) for run in runs], across, what.factor)]
 
     return plot(what, placed, lines, smooth)
 
@@ -82,22 +88,25 @@ def training_seconds(run: Run) -> Curve:
     return summed({t: took - scoring.get(t, 0.0) for t, took in round_seconds(run).items()})
 
 
-def further(material: Material) -> Section:
+AGAINST: tuple[tuple[str, str, str, Reading], ...] = (
+    ("bytes", "bytes sent by all ranks", "MB sent", megabytes),
+    ("uploaded", "bytes uploaded by all clients", "MB uploaded by clients", megabytes_uploaded),
+    ("time", "seconds of training (without evaluation)", "seconds of training", training_seconds),
+)
+"""what the test metric is drawn against: file name, content, axis and values"""
+
+
+def further(material: Material) -> list[Part]:
     """Return a curve for each number in metrics.jsonl that no other section shows, whatever measured it."""
     paths = list(dict.fromkeys(path for run in material.runs for path in further_numbers(run)))
     parts: list[Part] = []
     for number, path in enumerate(paths[:MOST_NUMBERS], 1):
         name = " ".join(path)
         what = Plot(f"further-{number}-{slug(name)[:60]}", f"{name} against rounds", "round", name)
-        parts += curves(what, material.placed, partial(series_at, path=path), material.smooth)
+        parts += curves(what, material.placed, material.smooth, *path)
     if len(paths) > MOST_NUMBERS:
         parts.append(Absent(f"The first {MOST_NUMBERS} of {len(paths)} numbers; metrics.jsonl has all of them."))
-    absent = "No run measured anything else; a measurement of your own adds its numbers here."
-    return Section("further", "Further measurements", parts or [Absent(absent)])
-
-
-def series_at(run: Run, path: tuple[str, ...]) -> Curve:
-    return run.series(*path)
+    return parts
 
 
 def further_numbers(run: Run) -> Iterator[tuple[str, ...]]:
@@ -113,3 +122,77 @@ def further_numbers(run: Run) -> Iterator[tuple[str, ...]]:
 
 def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+# Two curves of one run
+
+
+def clients(material: Material) -> list[Part]:
+    """Return the metric on clients that took part in a round and on the others."""
+    sides: dict[str, Reading] = {
+        "participating": lambda run: run.series(run.sides, "participating"),
+        "others": lambda run: run.series(run.sides, "others"),
+    }
+    return two_sides(material, "clients", "Participating and other clients", sides)
+
+
+def gap(material: Material) -> list[Part]:
+    """Return the metric on training data and on test data, which out of distribution may be far apart."""
+    sides: dict[str, Reading] = {
+        "training data": lambda run: run.series(f"train_{run.metric}"),
+        "test data": lambda run: run.series(run.score),
+    }
+    return two_sides(material, "gap", "Training and test data", sides)
+
+
+def two_sides(material: Material, key: str, title: str, sides: dict[str, Reading]) -> list[Part]:
+    """Return, per metric, a table of the last rounds and a figure."""
+    first = next(iter(sides.values()))
+    measured = [one for one in material.placed if any(first(run) for run in counted(one.group))]
+    parts: list[Part] = []
+    for suffix, placed in by_suffix(measured).items():
+        metric = placed[0].group.metric
+        name, factor = unit(metric)
+        file = f"gap-{slug(metric)}" if key == "gap" else f"{key}{suffix}"
+        what = Plot(file, f"{metric} on {' and on '.join(sides)}", "round", name, factor)
+        parts.append(Named(file, sides_table([one.group for one in placed], sides, title, percent=factor == 100)))
+        parts += sides_pictures(what, placed, sides, material.smooth)
+    return parts
+
+
+def sides_pictures(what: Plot, placed: Sequence[Placed], sides: dict[str, Reading], smooth: int) -> list[Picture]:
+    """Return a panel with both curves per group; for many groups, a row with both means of the last rounds."""
+    styled = list(zip(sides.items(), STYLES, strict=True))
+
+    def lines(one: Placed) -> list[Line | None]:
+        runs = counted(one.group)
+        return [
+            line(replace(one, label=name, style=style), [smoothed(read(run), smooth) for run in runs], (), what.factor)
+            for (name, read), style in styled
+        ]
+
+    if len(placed) <= MOST_PANELS:
+        return plot(what, [replace(one, panel=one.group.label) for one in placed], lines, smooth)
+    drawn = [
+        Row(one.group.label, [mark(name, style, last(one.group, read), what.factor) for (name, read), style in styled])
+        for one in placed
+    ]
+    caption = f"{capitalised(what.about)}: means over the last {LAST} rounds, with a tick per seed."
+    return [dots(what.name, f"{what.about}, in {len(drawn)} rows", caption, drawn, what.down)]
+
+
+def last(group: Group, read: Reading) -> list[float | None]:
+    """Return the mean over the last rounds, per seed."""
+    return [mean_of_last(run, read(run), LAST) for run in counted(group)]
+
+
+def sides_table(groups: Sequence[Group], sides: dict[str, Reading], title: str, percent: bool) -> Table:
+    """Return the means of both curves over their last rounds, and their difference."""
+    lines: list[list[Cell]] = []
+    for group in groups:
+        first, second = (last(group, read) for read in sides.values())
+        gaps = [a - b for a, b in zip(first, second, strict=True) if a is not None and b is not None]
+        cells = [mean_cell(found, 2 if percent else 4, percent) for found in (first, second, gaps)]
+        lines.append([group.label, *cells])
+    notes = [f"Means over the scored ones of the last {LAST} rounds; mean and sample standard deviation over seeds."]
+    return Table(title, ["runs", *sides, "difference"], lines, [*notes, "In percent."] if percent else notes)

@@ -1,45 +1,55 @@
-"""Published and measured numbers, if the sweep names published ones."""
+"""Published and measured numbers, if the sweep names published ones, and how the runs differ from their recipe."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from ....errors import UserError
-from ...tables import Difference, Number, Table, show
-from ..departures import SIGNS, departures_of
+from ....runs.text import plural
+from ...measures import Measure, measure
+from ...runs import Group, counted, pairing, word
+from ...sweep.grid import label_of
+from ...sweep.reference import Reference, bundled_reference, read_reference
+from ...tables import Cell, Difference, Mark, Missing, Number, Table, show
 from ..figures import rows
-from ..figures.rows import Mark, Row
+from ..figures.rows import Row
 from ..figures.style import Picture, numbered_style
-from ..page import Absent, Named, Part, Section
-from ..results import published_table
-from .material import Material
+from ..page import Absent, Named, Part
+from .material import Material, dots
+from .results import cell, column_title, form, remarks
 
-KEY = "published"
 CAPTION = "Hollow: published; filled: measured here, with a bar of ± 1 sd over seeds."
+SIGNS = "†‡§¶"
+UNKNOWN = (
+    "Whether the runs differ from the sweep's file is not known: sweep.json was written by an older version. Run the "
+    "same 'fedmpi sweep' again to record it."
+)
 
 
-def section(material: Material) -> Section:
-    """Return the tables that the sweep names, each with its figure."""
+def published(material: Material) -> list[Part]:
+    """Return the tables that the sweep names, each with its figure, or why there is none."""
     parts: list[Part] = []
-    for number, published in enumerate(material.sweep.get("published") or [], 1):
-        parts += table_parts(KEY if number == 1 else f"{KEY}-{number}", published, material)
-    absent = Absent("The runs are of no sweep that names published numbers.")
-    return Section(KEY, "Published and measured", parts or [absent])
-
-
-def table_parts(name: str, published: Mapping[str, Any], material: Material) -> list[Part]:
-    """Return a published table with what was measured, or why there is none."""
-    try:
-        table = published_table(material.groups, published, material.sweep["axes"], departures_of(material.sweep))
-    except UserError as error:
-        return [Absent(f"The published numbers cannot be read ({error}); see 'published' in the sweep's file.")]
-    if table is None:
-        return [Absent(f"{published.get('source') or 'The publication'} has no numbers to compare with.")]
-    gaps = [cell for row in table.rows for cell in row if isinstance(cell, Difference)]
-    marked = sum(gap.mark is not None for gap in gaps)
-    warning = f"{marked} of {len(gaps)} comparisons are with runs that differ from the recipe; the notes say how."
-    return [*([warning] if marked else []), Named(name, table), *pictures(name, table)]
+    for number, paper in enumerate(material.sweep.get("published") or [], 1):
+        name = "published" if number == 1 else f"published-{number}"
+        try:
+            table = published_table(material.groups, paper, material.sweep["axes"], departures_of(material.sweep))
+        except UserError as error:
+            why = f"The published numbers cannot be read ({error}); see 'published' in the sweep's file."
+            parts.append(Absent(why))
+            continue
+        if table is None:
+            parts.append(Absent(f"{paper.get('source') or 'The publication'} has no numbers to compare with."))
+            continue
+        gaps = [cell for row in table.rows for cell in row if isinstance(cell, Difference)]
+        marked = sum(gap.mark is not None for gap in gaps)
+        if marked:
+            runs = f"{marked} of {len(gaps)} comparisons are with runs that differ from the recipe"
+            parts.append(f"{runs}; the notes say how.")
+        parts += [Named(name, table), *pictures(name, table)]
+    return parts
 
 
 def departure_notes(table: Table) -> list[str]:
@@ -53,25 +63,132 @@ def pictures(name: str, table: Table) -> list[Picture]:
     labels = [column.removesuffix(" published") for column in table.columns[axes::3]]
     drawn = []
     for row in table.rows:
-        marks: list[Mark] = []
+        marks: list[rows.Mark] = []
         for number, label in enumerate(labels):
-            published, found = row[axes + 3 * number], row[axes + 3 * number + 1]
-            if isinstance(published, Number) and isinstance(found, Number):
-                marks += both_marks(label, number, published, found)
+            paper, found = row[axes + 3 * number : axes + 3 * number + 2]
+            if isinstance(paper, Number) and isinstance(found, Number):
+                factor = 100 if found.percent else 1
+                low, high = (None if found.sd is None else factor * (found.value + s * found.sd) for s in (-1, 1))
+                hollow, filled = numbered_style(number, filled=False), numbered_style(number)
+                marks.append(rows.Mark(f"{label}, published", hollow, factor * paper.value))
+                marks.append(rows.Mark(f"{label}, measured", filled, factor * found.value, low, high))
         if marks:
             signs = dict.fromkeys(one.mark.sign for one in row if isinstance(one, Number) and one.mark is not None)
             drawn.append(Row(" ".join([", ".join(show(cell) for cell in row[:axes]), *signs]), marks))
     what = table.title.partition(": ")[2]
-    alt = f"Dot plot of {what}, published and measured, in {len(drawn)} rows; the table has the numbers."
-    caption = " ".join([CAPTION, *departure_notes(table)])
-    return [Picture(name, alt, caption, lambda: rows.draw(drawn, what))] if drawn else []
+    about = f"{what}, published and measured, in {len(drawn)} rows"
+    return [dots(name, about, " ".join([CAPTION, *departure_notes(table)]), drawn, what)] if drawn else []
 
 
-def both_marks(label: str, number: int, published: Number, found: Number) -> list[Mark]:
-    """Return a published value and the measured one."""
-    factor = 100 if found.percent else 1
-    low, high = (None if found.sd is None else factor * (found.value + sign * found.sd) for sign in (-1, 1))
-    return [
-        Mark(f"{label}, published", numbered_style(number, filled=False), factor * published.value),
-        Mark(f"{label}, measured", numbered_style(number), factor * found.value, low, high),
-    ]
+# The table
+
+
+def published_table(
+    groups: Sequence[Group], paper: Mapping[str, Any], known: Collection[str], departures: Departures | None = None
+) -> Table | None:
+    """Return published and measured numbers for the rows of a sweep.json with the axes `known`; None if there are no
+    rows, as for a figure. `departures` marks runs that differ from the recipe."""
+    lines, name = paper.get("rows") or [], paper.get("measure", "best")
+    if not lines or name == "curve":
+        return None
+    what, axis = measure(name), paper.get("columns", "")
+    keys = list(dict.fromkeys(key for row in lines for key in row))
+    axes, labels = [key for key in keys if key in known], [key for key in keys if key not in known]
+    show_mask = "mask" not in (*axes, axis)
+    body: list[list[Cell]] = []
+    for row in lines:
+        line: list[Cell] = []
+        masks: dict[str, None] = {}
+        for label in labels:
+            wanted = {**{key: label_of(row[key]) for key in axes if key in row}, axis: label}
+            alike = [g for g in groups if wanted.items() <= g.first.labels.items()]
+            masks |= {pairing({}, g.config, g.taus, algorithm=False): None for g in alike}
+            comparable = len(alike) == 1 and label in row
+            mark = departures.mark(alike[0], wanted) if departures is not None and comparable else None
+            shape = form((alike or groups)[0], what) if groups else {}
+            line += cells(row.get(label), alike, what, shape, mark)
+        head = [label_of(row[key]) if key in row else Missing() for key in axes]
+        body.append([*head, *([", ".join(masks) or Missing()] if show_mask else []), *line])
+    axes += ["mask"] if show_mask else []
+    heads = [f"{label} {kind}" for label in labels for kind in ("published", "measured", "difference")]
+    notes = [f"Published: {paper['source']}."] if paper.get("source") else []
+    notes += ["Difference: measured - published.", *remarks(groups, [what])]
+    notes += departures.notes if departures is not None else []
+    align = "l" * len(axes) + "r" * len(heads)
+    return Table(f"Published and measured: {column_title(what, groups)}", [*axes, *heads], body, notes, align)
+
+
+def cells(
+    value: Any, alike: Sequence[Group], what: Measure, shape: Mapping[str, Any], mark: Mark | None
+) -> list[Cell]:
+    """Return a published number (accuracies in percent), the measured one of a single matching group, and their gap."""
+    measured = cell(alike[0], what) if len(alike) == 1 else Missing("several" if alike else "-")
+    measured = replace(measured, mark=mark) if isinstance(measured, Number) else measured
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return [Missing() if value is None else word(value), measured, Missing()]
+    value = round(value / 100, 12) if shape.get("percent") else float(value)
+    gap = Difference(measured.value - value, **shape, mark=mark) if isinstance(measured, Number) else Missing()
+    return [Number(value, **shape), measured, gap]
+
+
+# Differences from the recipe
+
+
+@dataclass
+class Departures:
+    """The differences between runs and the recipe of their sweep, one mark per kind."""
+
+    sweep: Mapping[str, Any]
+    """sweep.json"""
+    reference: Reference | None
+    marks: dict[str, Mark] = field(default_factory=dict)
+    """by meaning, in the order of first use"""
+
+    def mark(self, group: Group, wanted: Mapping[str, str]) -> Mark | None:
+        """Return the mark of the group with the `wanted` labels; None if it follows the recipe."""
+        found = [*self.knobs(group), *self.axes(group, wanted)]
+        used, planned = len(counted(group)), 0 if self.reference is None else len(self.reference.seeds)
+        if used < planned:
+            found.append(f"{plural(used, 'seed')} instead of {planned}")
+        rounds = [len(run.records) for run in counted(group) if not run.done]
+        if rounds:
+            found.append(f"not done: {min(rounds)} of {group.config['rounds']} rounds")
+        if not found:
+            return None
+        meaning = f"differs from the recipe: {'; '.join(found)}"
+        sign = SIGNS[len(self.marks) % len(SIGNS)] * (1 + len(self.marks) // len(SIGNS))
+        return self.marks.setdefault(meaning, Mark(sign, meaning))
+
+    @property
+    def notes(self) -> list[str]:
+        known = [] if self.reference is not None else [UNKNOWN]
+        return known + [f"{mark.sign} {mark.meaning}." for mark in self.marks.values()]
+
+    def knobs(self, group: Group) -> list[str]:
+        """Return the knobs that differ in any run that counts."""
+        planned = self.reference.of(group.first.labels) if self.reference is not None else None
+        found: dict[str, None] = {}
+        for run in counted(group):
+            for name, value in (planned or {}).items():
+                if run.config.get(name) != value:
+                    found[f"{name} {word(run.config.get(name))} instead of {word(value)}"] = None
+        return list(found)
+
+    def axes(self, group: Group, wanted: Mapping[str, str]) -> list[str]:
+        """Return the axes that the published number does not name and that were run in part."""
+        home = group.first.sweep or Path()
+        runs = [(name, one) for name, one in self.sweep["runs"].items() if wanted.items() <= one.items()]
+        begun = [one for name, one in runs if (home / name).is_dir()]
+        found = []
+        for axis, labels in self.sweep["axes"].items():
+            some = {one.get(axis) for one in begun}
+            if axis not in wanted and some < set(labels):
+                shown = ", ".join(label for label in labels if label in some)
+                found.append(f"{axis} {shown} instead of {', '.join(labels)}")
+        return found
+
+
+def departures_of(sweep: Mapping[str, Any]) -> Departures:
+    """Return the differences of the runs of a sweep, by its sweep.json."""
+    recorded = read_reference(sweep.get("recipe"))
+    return Departures(sweep, recorded if recorded is not None else bundled_reference(sweep))

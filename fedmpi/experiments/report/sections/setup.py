@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from ....runs.folder import CONFIG
-from ...runs import Run
+from ....runs.text import plural
+from ...records import DEFAULTS
+from ...runs import Group, Run, differences, word
 from ...tables import Cell, Missing, Number, Table, show
 from ..page import Absent, Code, Fold, Items, Named, Part, Section
-from ..results import config_tables, runs_text
 from .material import Material
 
 MOST_NAMED = 5  # unfinished runs
@@ -36,7 +37,7 @@ def choice(cells: Sequence[dict[str, Any]], runs: Sequence[Run]) -> Section:
     return Section("choice", "Choice of the sweep", [text, Named("chosen", table, frozenset(marked))])
 
 
-def configuration(material: Material) -> Section:
+def configuration(material: Material) -> list[Part]:
     """Return the knobs that differ, unusual ones highlighted, and the shared ones, folded away."""
     differing, shared = config_tables(material.groups)
     parts: list[Part] = []
@@ -48,7 +49,18 @@ def configuration(material: Material) -> Section:
     changed = frozenset((at, 1) for at, row in enumerate(shared.rows) if row[1] != row[2])
     folded = Named("configuration-shared", shared, changed)
     parts.append(Fold(f"{len(shared.rows)} knobs that all runs share (highlighted: not the default)", [folded]))
-    return Section("configuration", "Configuration", parts)
+    return parts
+
+
+def config_tables(groups: Sequence[Group]) -> tuple[Table, Table]:
+    """Return the knobs in which groups differ, one column each, and the knobs that all runs share."""
+    different = [name for name in differences([group.first for group in groups]) if name != "seed"]
+    rows = [[group.label, *(word(group.config.get(name)) for name in different)] for group in groups]
+    differing = Table("Knobs that differ", ["runs", *different], rows, align="l" * (len(different) + 1))
+    configs = [run.config for group in groups for run in group.runs]
+    shared = {k: v for k, v in (configs[0] if configs else {}).items() if all(c.get(k) == v for c in configs)}
+    common = [[name, word(value), word(DEFAULTS.get(name))] for name, value in shared.items()]
+    return differing, Table("Knobs that all runs share", ["knob", "value", "default"], common, align="lll")
 
 
 def unusual(table: Table) -> frozenset[tuple[int, int]]:
@@ -74,7 +86,7 @@ def source(material: Material, command: str, files: Sequence[str]) -> Section:
     ]
     if unfinished:
         names = ", ".join(unfinished[:MOST_NAMED]) + (" and more" if len(unfinished) > MOST_NAMED else "")
-        count = f"{len(unfinished)} of {runs_text(len(folders))}"
+        count = f"{len(unfinished)} of {plural(len(folders), 'run')}"
         parts.append(Absent(f"Not done: {count} ({names}), left out unless no run of the group is done."))
     parts += [
         "Run folders have the rounds in metrics.jsonl, the knobs in config.yaml, versions and machine in "

@@ -6,14 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..measures import Measure, measure
-from ..runs import Group, essence, pairing, words
-from ..stats import ALPHA, LEAST, Comparison, compare, holm, significant
-from ..tables import Cell, Difference, Missing, Number, Probability, Table
-from .results import cell, column_title, form, remarks, values
+from ...measures import Measure, measure
+from ...runs import Group, essence, pairing, words
+from ...stats import ALPHA, LEAST, Comparison, compare, holm, significant, verdict
+from ...tables import Cell, Difference, Missing, Probability, Table
+from ..figures import rows
+from ..figures.rows import Row
+from ..figures.style import Picture, numbered_style
+from ..page import Fold, Items, Named, Part
+from .material import Material, by_suffix, capitalised, mark, unit
+from .results import cell, column_title, form, remarks, values, whole
 
 MASK = ("mask", "tau", "sharpness")
 RATES = ("local.lr", "server.lr", "meta.lr")  # a paper may choose them per mask
+MOST_UNFOLDED = 6  # conclusions
 
 
 @dataclass(frozen=True)
@@ -38,18 +44,23 @@ class Pair:
     def mask(self) -> str:
         return pairing(self.masked.key, self.masked.config, taus=True, algorithm=False)
 
-    @property
-    def name(self) -> str:
-        return f"{self.label} + {self.mask}"
 
-    @property
-    def done(self) -> bool:
-        """Return whether both groups have a finished run."""
-        return all(any(run.done for run in group.runs) for group in (self.plain, self.masked))
+@dataclass(frozen=True)
+class Compared:
+    """A pair with its test."""
 
-    @property
-    def same_rates(self) -> bool:
-        return rates(self.plain) == rates(self.masked)
+    pair: Pair
+    test: Comparison | None
+    """None if a group has no finished run or no value"""
+    corrected: float | None
+    """p, corrected for the number of pairs"""
+    gain: float
+    """improvement by the mask; negative if it is worse"""
+    plain: dict[int, float]
+    """seed -> value of the plain group, for the compared seeds: in a paired test those of both groups"""
+    masked: dict[int, float]
+    unpaired: int
+    """seeds with a value in one group only, which a paired test leaves out"""
 
 
 def rates(group: Group) -> list[Any]:
@@ -76,43 +87,23 @@ def find_pairs(groups: Sequence[Group]) -> list[Pair]:
     return [replace(pair, ambiguous=names.count(name) > 1) for pair, name in zip(found, names, strict=True)]
 
 
-@dataclass(frozen=True)
-class Compared:
-    """A pair with its test."""
-
-    pair: Pair
-    test: Comparison | None
-    """None if a group has no finished run or no value"""
-    corrected: float | None
-    """p, corrected for the number of pairs"""
-    gain: float
-    """improvement by the mask; negative if it is worse"""
-    plain: dict[int, float]
-    """seed -> value of the plain group, for the compared seeds: in a paired test those of both groups"""
-    masked: dict[int, float]
-    unpaired: int
-    """seeds with a value in one group only, which a paired test leaves out"""
-
-    @property
-    def significant(self) -> bool:
-        return self.test is not None and significant(replace(self.test, p=self.corrected))
-
-
 def compare_pairs(pairs: Sequence[Pair], what: Measure) -> list[Compared]:
     """Compare the pairs by a measure, with p values corrected for their number."""
-    tests = [compare(values(pair.plain, what), values(pair.masked, what)) if pair.done else None for pair in pairs]
+    sides = [(values(pair.plain, what), values(pair.masked, what)) for pair in pairs]
+    done = [all(any(run.done for run in group.runs) for group in (pair.plain, pair.masked)) for pair in pairs]
+    tests = [compare(*both) if ready else None for both, ready in zip(sides, done, strict=True)]
     corrected = holm([None if test is None else test.p for test in tests])
     found = []
-    for pair, test, p in zip(pairs, tests, corrected, strict=True):
-        plain, masked = (
-            {seed: value for seed, value in values(group, what).items() if value is not None}
-            for group in (pair.plain, pair.masked)
-        )
+    for pair, both, test, p in zip(pairs, sides, tests, corrected, strict=True):
+        plain, masked = ({seed: value for seed, value in side.items() if value is not None} for side in both)
         unpaired = plain.keys() ^ masked.keys() if test is not None and test.paired else set()
         plain, masked = ({s: v for s, v in side.items() if s not in unpaired} for side in (plain, masked))
         gain = 0.0 if test is None else test.difference * (1 if what.rises(pair.plain.first) else -1)
         found.append(Compared(pair, test, p, gain, plain, masked, len(unpaired)))
     return found
+
+
+# The table
 
 
 def mask_table(groups: Sequence[Group], name: str = "best") -> Table:
@@ -135,13 +126,13 @@ def row(one: Compared, what: Measure) -> list[Cell]:
         return [pair.label, pair.mask, plain, masked, *[Missing()] * 5]
     ps = [Missing() if p is None else Probability(p) for p in (test.p, test.flips, one.corrected)]
     gap = Difference(test.difference, test.low, test.high, **form(pair.masked, what))
-    return [pair.label, pair.mask, plain, masked, gap, Number(test.count, digits=0), *ps]
+    return [pair.label, pair.mask, plain, masked, gap, whole(test.count), *ps]
 
 
 def test_remarks(compared: Sequence[Compared]) -> list[str]:
     """Return notes on the tests and on their limits."""
     tests = [one.test for one in compared if one.test is not None]
-    sure = [one.gain for one in compared if one.significant]
+    sure = [one.gain for one in compared if one.test and significant(replace(one.test, p=one.corrected))]
     notes = [
         "Difference: masked - AVG, with its 95% interval. n: pairs of runs with the same seed. p: two-sided t test of "
         "the pairs; p (flips): exact sign-flip test; p (Holm): p corrected for the number of rows.",
@@ -161,6 +152,61 @@ def test_remarks(compared: Sequence[Compared]) -> list[str]:
         notes.append("Without common seeds, p is that of Welch's test, and n the runs of the smaller group.")
     if any(one.unpaired for one in compared):
         notes.append("Seeds with a value on one side only are left out: means and difference are over common seeds.")
-    if any(not one.pair.same_rates for one in compared):
+    if any(rates(one.pair.plain) != rates(one.pair.masked) for one in compared):
         notes.append("In some rows the learning rates differ, as each side has its own.")
     return notes
+
+
+# The section
+
+
+def masks(material: Material) -> list[Part]:
+    """Return the pairs by the best value of each metric and by that of the last rounds: tables, conclusions, figure."""
+    parts: list[Part] = []
+    for suffix, placed in by_suffix(material.placed).items():
+        groups = [one.group for one in placed]
+        found = compare_pairs(find_pairs(groups), measure("best"))
+        tested = [(one, one.test) for one in found if one.test is not None]
+        if tested:
+            what = f"best test {groups[0].metric}"
+            texts = Items([conclusion(one, test, what, len(tested)) for one, test in tested])
+            few = len(tested) <= MOST_UNFOLDED
+            parts += [
+                Named(f"masks-best{suffix}", mask_table(groups, "best")),
+                texts if few else Fold(f"Conclusions for the {len(tested)} rows", [texts]),
+                picture(tested, what, suffix),
+                Named(f"masks-last10{suffix}", mask_table(groups, "last10")),
+            ]
+    return parts
+
+
+def conclusion(one: Compared, test: Comparison, what: str, rows: int) -> str:
+    """Return the difference of a pair's means and whether it may be chance, as a sentence."""
+    percent = unit(one.pair.plain.metric)[1] == 100
+    size = f"{100 * abs(one.gain):.2f} points" if percent else f"{abs(one.gain):.4g}"
+    way = f"{size} {'better' if one.gain > 0 else 'worse'} with the mask on average" if one.gain else "the same"
+    text = verdict(replace(test, p=one.corrected))
+    corrected = f", corrected for {rows} rows" if rows > 1 and f"at {ALPHA:g}" in text else ""
+    return f"{one.pair.label} + {one.pair.mask} against mean: the {what} is {way}; {text}{corrected}."
+
+
+def picture(tested: Sequence[tuple[Compared, Comparison]], what: str, suffix: str) -> Picture:
+    """Return both sides of each pair with their seeds, and the differences."""
+    label, factor = unit(tested[0][0].pair.plain.metric)
+    drawn = []
+    for one, test in tested:
+        marks = [
+            mark("plain averaging", numbered_style(0, filled=False), list(one.plain.values()), factor),
+            mark("with the mask", numbered_style(1), list(one.masked.values()), factor),
+        ]
+        low, high = (None if end is None else factor * end for end in (test.low, test.high))
+        name = f"{one.pair.label} + {one.pair.mask}"
+        drawn.append(rows.Pair(Row(name, marks), factor * test.difference, low, high))
+    differences = "; ".join(f"{one.row.label}: {one.difference:+.3g}" for one in drawn[:12])
+    return Picture(
+        f"masks{suffix}",
+        f"Dot plot of the {what} with plain averaging and with a mask, and their differences. {differences}.",
+        f"{capitalised(what)}: means, with a tick per compared seed. Difference: masked - plain, with its 95% interval "
+        "by the t test for at least three seeds.",
+        lambda: rows.draw_pairs(drawn, f"test {label}"),
+    )
