@@ -17,9 +17,9 @@ from ..cluster.cancel import cancel_jobs, kept, running_job, wait_until
 from ..cluster.status import JOB, Job, age, alive, in_words, jobs_of, look_at
 from ..errors import RunError, UserError, complain
 from ..experiments.runs import SWEEP, read_sweep_record, sweep_runs
+from ..experiments.sweep.local import processes
 from ..experiments.sweep.overview import Row, lines_of, rows_of, summary, table
 from ..experiments.sweep.plan import CONFIGS
-from ..experiments.sweep.presence import processes
 from ..runs.folder import CONFIG, METRICS, STARTS, holder
 from ..runs.options import flag, positional, read_options
 

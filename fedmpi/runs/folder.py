@@ -159,9 +159,9 @@ def take(handle: int, out: Path, seconds: float, refusal: type[RunError] | type[
         time.sleep(0.2)
 
 
-def holder(out: Path) -> Owner | None:
+def holder(out: Path, lock: str = LOCK) -> Owner | None:
     """Return who runs in a folder now, as far as is known: {} while the lock is being written, None if nobody does."""
-    path = out / LOCK
+    path = out / lock
     try:
         with opened(path) as file:
             try:

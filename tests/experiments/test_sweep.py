@@ -26,9 +26,9 @@ from fedmpi.comm.env import Place
 from fedmpi.commands import main
 from fedmpi.errors import UserError
 from fedmpi.experiments.sweep.command import check, parse
+from fedmpi.experiments.sweep.local import share_of_devices
 from fedmpi.experiments.sweep.overview import Row, Screen, lines_of, minutes_left, summary, table
 from fedmpi.experiments.sweep.plan import SweepPlan, describe
-from fedmpi.experiments.sweep.processes import share_of_devices
 from fedmpi.experiments.sweep.slurm import with_cores
 from fedmpi.runs import folder
 

@@ -27,8 +27,7 @@ ABOUT = (
     "Run every point of a sweep file, or of a bundled one ('fedmpi recipes' lists them). The same command resumes a "
     "sweep: finished runs are not repeated, failed ones are retried."
 )
-ARRAY_ONLY = ("name", "gpus_per_node", "retries", "setup", "watch")
-"""options for Slurm only, in addition to `SLURM_ONLY` of cluster/submit.py"""
+ARRAY_ONLY = ("name", "gpus_per_node", "retries", "setup", "watch")  # in addition to `SLURM_ONLY` of cluster/submit.py
 
 
 @dataclass(frozen=True)
@@ -41,12 +40,6 @@ class SweepOptions(SubmitOptions):
     """Runs at a time. Default: one on this machine, all of them on Slurm."""
     out: str | None = None
     """Folder of the sweep. Default: runs/<name of the file>."""
-
-
-@dataclass(frozen=True)
-class SweepCommand(SweepOptions):
-    """The options of `fedmpi sweep`, its flags, lists and positional argument."""
-
     file: str = positional("FILE")
     """Sweep file, or the name of a bundled one."""
     only: list[str] = several("AXIS=LABEL")
@@ -71,8 +64,7 @@ def main(arguments: list[str]) -> int:
     if options.dry_run:
         for point in plan.points:
             screen.say(f"{point.name}  {in_short(point, plan.configs[point.name])}")
-        threads = f", {plan.threads_text}" if plan.threads else ""
-        screen.say(f"{len(plan.points)} runs in {plan.home}{threads}; nothing was started")
+        screen.say(f"{len(plan.points)} runs in {plan.home}{plan.threads_text}; nothing was started")
         return 0
     if options.status:
         screen.say(table(rows_of(plan.names, plan.home), options.jobs or 1))
@@ -98,15 +90,15 @@ def main(arguments: list[str]) -> int:
     return conclude(plan, screen)
 
 
-def parse(arguments: list[str]) -> SweepCommand:
+def parse(arguments: list[str]) -> SweepOptions:
     """Parse the command line."""
-    options = read_options(SweepCommand, arguments, "sweep", ABOUT, usage="FILE [options]")
+    options = read_options(SweepOptions, arguments, "sweep", ABOUT, usage="FILE [options]")
     if not options.file:
         raise UserError("sweep was given no file; name one, or a bundled sweep: 'fedmpi recipes' lists them")
     return options
 
 
-def check(options: SweepCommand) -> SweepPlan:
+def check(options: SweepOptions) -> SweepPlan:
     """Return the plan of the sweep; raise a `UserError` for the first mistake."""
     starts = not (options.dry_run or options.status)
     if starts:
@@ -142,9 +134,8 @@ def fetch_data(plan: SweepPlan) -> None:
 
 def in_short(point: Point, cfg: Config) -> str:
     """Return the labels of a point, including its algorithm and mask."""
-    config = {"algorithm": cfg.algorithm, "mask": cfg.mask, "tau": cfg.tau}
     rest = [f"{axis} {label}" for axis, label in point.labels.items() if axis not in ("algorithm", "mask")]
-    return ", ".join([pairing(point.labels, config, taus=True), *rest, f"seed {point.seed}"])
+    return ", ".join([pairing(point.labels, vars(cfg), taus=True), *rest, f"seed {point.seed}"])
 
 
 def conclude(plan: SweepPlan, screen: Screen) -> int:

@@ -1,151 +1,271 @@
-"""A sweep on this machine: a number of runs at a time until all are finished, given up or failed."""
+"""A sweep on this machine: a number of runs at a time until all are finished, given up or failed.
+
+A run that is signalled saves and exits after its round (runs/stop.py). Its process leads a session of its own, so that
+a Ctrl-C in the terminal reaches only the sweep, which then signals its runs. If the sweep itself is killed, its runs
+keep running; the next sweep in the same folder sees their locks and waits for them. Several sweeps may share a folder:
+each holds the lock of its own file there, by which `fedmpi cancel` finds it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import fcntl
+import json
 import os
+import signal
+import socket
+import subprocess
+import sys
 import time
-from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import yaml
 
+from ...cluster.requeue import may_restart, stopped_cleanly
 from ...cluster.status import newest_checkpoint
 from ...runs import folder
 from ...runs.folder import CONFIG, FINISHED
 from ...runs.text import duration
-from .grid import Point
-from .overview import Row, Screen, row_of
+from .overview import Row, Screen, last_line, row_of
 from .pick import Pruner
 from .plan import CONFIGS, LOGS, SweepPlan, is_over, mark_given_up, write_file
-from .presence import announced
-from .processes import EndedRun, Processes, RunSpec, caught_signals
 
 POLL = 0.2  # seconds between two looks at the processes
 DRAWN = 1.0  # seconds between two looks at the progress of the runs
+DEVICES = "CUDA_VISIBLE_DEVICES"
+PREFIX = "process-"
+
+
+@dataclass
+class Process:
+    """The process of a run, which may have ended."""
+
+    run: Path
+    log: Path
+    process: subprocess.Popen[bytes]
+    slot: int
+    saved: int  # the round of its newest checkpoint at its start
+    logged: int  # the bytes of its log at its start
+    why: str = ""  # why it was given up
+    signalled: bool = False  # whether it was signalled because the sweep ends
+
+    @property
+    def finished(self) -> bool:
+        return (self.run / FINISHED).exists()
+
+    @property
+    def stopped(self) -> bool:
+        return stopped_cleanly(self.process.returncode, self.run)
+
+    @property
+    def interrupted(self) -> bool:
+        """Return whether it was signalled at its start, before it could save. A failure leaves an error message."""
+        ours = self.signalled and not self.finished and not self.stopped
+        return ours and not last_line(self.log, self.logged).startswith("fedmpi: ")
+
+    @property
+    def may_restart(self) -> bool:
+        """Return whether it failed and has saved a new checkpoint since its start."""
+        wanted = not (self.finished or self.stopped or self.why or self.signalled)
+        wasted = 0 if (newest_checkpoint(self.run) or 0) > self.saved else 1
+        return wanted and may_restart(self.process.returncode, wasted=wasted, limit=1)
+
+    @property
+    def state(self) -> str:
+        """Return the state in which it has ended."""
+        if self.finished:
+            return "finished"
+        return "given up" if self.why else "stopped" if self.stopped or self.interrupted else "failed"
+
+    def in_words(self, row: Row) -> str:
+        """Return one line about how it has ended."""
+        if self.finished:
+            took = f" in {duration(row.minutes)}" if row.minutes else ""
+            score = f", {row.metric} {row.value:.4f}" if row.value is not None else ""
+            return f"{row.name} finished: {row.round} rounds{took}{score}"
+        if self.why:
+            return f"{row.name} given up after round {row.round}: {self.why}"
+        if self.stopped:
+            return f"{row.name} stopped after round {row.round}"
+        if self.interrupted:
+            return f"{row.name} interrupted during its start; the same command resumes it"
+        message = last_line(self.log, self.logged) or "no error message"
+        return f"{row.name} failed with exit code {self.process.returncode}: {message}"
 
 
 class LocalSweep:
     """The unfinished runs of a sweep on this machine."""
 
     def __init__(self, plan: SweepPlan, at_once: int, ranks: int, screen: Screen) -> None:
-        self.plan, self.screen = plan, screen
+        self.plan, self.at_once, self.ranks, self.screen = plan, at_once, ranks, screen
         self.pruner = Pruner(plan.sweep, plan.points, plan.home)
-        self.processes = Processes(at_once, ranks, os.environ)
         self.points = {point.name: point for point in plan.points}
-        self.waiting = deque(write_spec(plan, point) for point in plan.left)
-        self.elsewhere = deque[RunSpec]()
-        """runs of other processes"""
-        self.rows = {point.name: self.row(point, "waiting") for point in plan.points}
-        self.next_look = 0.0
+        self.waiting = [point.name for point in plan.left]
+        self.elsewhere: list[str] = []  # runs of other processes
+        self.running: dict[str, Process] = {}
+        self.rows = {name: self.row(name, "waiting") for name in self.points}
+        for name in (CONFIGS, LOGS):
+            (plan.home / name).mkdir(mode=0o700, exist_ok=True)
+        for name in self.waiting:
+            write_file(self.config(name), yaml.safe_dump(dataclasses.asdict(plan.configs[name]), sort_keys=False))
+
+    def config(self, name: str) -> Path:
+        return self.plan.home / CONFIGS / f"{name}.yaml"
 
     def run(self) -> bool:
         """Run all of them; return whether a signal ended the sweep before that."""
-        plan, done = self.plan, len(self.points) - len(self.waiting)
-        threads = f", {plan.threads_text}" if plan.threads else ""
+        plan, done, next_look = self.plan, len(self.points) - len(self.waiting), 0.0
         self.screen.say(
-            f"{plan.sweep.name}: {len(self.points)} runs in {plan.home}, {done} done, "
-            f"{self.processes.at_once} at a time{threads}"
+            f"{plan.sweep.name}: {len(self.points)} runs in {plan.home}, {done} done, {self.at_once} at a time"
+            f"{plan.threads_text}"
         )
         with caught_signals() as caught, announced(plan.home):
             try:
-                while (self.waiting or self.elsewhere or self.processes.running) and not caught:
+                while (self.waiting or self.elsewhere or self.running) and not caught:
                     self.start_some()
                     self.take_ended()
-                    if time.monotonic() >= self.next_look:
+                    if time.monotonic() >= next_look:
                         self.look()
-                        self.next_look = time.monotonic() + DRAWN
+                        next_look = time.monotonic() + DRAWN
                     time.sleep(POLL)
             finally:
-                if self.processes.running:
-                    self.screen.say("stopping: the runs save and exit after their rounds")
-                self.processes.close()
+                self.stop()
                 self.take_ended()
         return bool(caught)
 
     def start_some(self) -> None:
         """Start runs while there is room; wait for those of other processes."""
-        for _ in range(len(self.elsewhere)):
-            spec = self.elsewhere.popleft()
-            (self.waiting if folder.holder(spec.run) is None else self.elsewhere).append(spec)
-        while self.waiting and self.processes.free:
-            spec = self.waiting.popleft()
-            point = self.points[spec.name]
-            if is_over(spec.run):
-                self.screen.say(f"{spec.name} is done: another process has run it")
-                self.rows[spec.name] = self.row(point, "waiting")
-            elif why := self.pruner.why(point):
-                mark_given_up(spec.run, why)
-                self.screen.say(f"{spec.name} given up: {why}")
-                self.rows[spec.name] = self.row(point, "waiting")
-            elif not self.processes.start(spec):
-                self.screen.say(f"{spec.name} is run by {folder.owner_in_words(spec.run)}: waiting for that")
-                self.elsewhere.append(spec)
-            elif not self.screen.live:
-                self.screen.say(f"{spec.name} started")
+        released = [name for name in self.elsewhere if folder.holder(self.plan.home / name) is None]
+        self.elsewhere = [name for name in self.elsewhere if name not in released]
+        self.waiting += released
+        while self.waiting and len(self.running) < self.at_once:
+            name = self.waiting.pop(0)
+            run = self.plan.home / name
+            if is_over(run):
+                self.screen.say(f"{name} is done: another process has run it")
+                self.rows[name] = self.row(name, "waiting")
+            elif why := self.pruner.why(self.points[name]):
+                mark_given_up(run, why)
+                self.screen.say(f"{name} given up: {why}")
+                self.rows[name] = self.row(name, "waiting")
+            elif folder.holder(run) is not None:
+                self.screen.say(f"{name} is run by {folder.owner_in_words(run)}: waiting for that")
+                self.elsewhere.append(name)
+            else:
+                self.start(name)
+                if not self.screen.live:
+                    self.screen.say(f"{name} started")
+
+    def start(self, name: str) -> None:
+        """Start the process of a run."""
+        run, path = self.plan.home / name, self.plan.home / LOGS / f"{name}.log"
+        slot = min(set(range(self.at_once)) - {one.slot for one in self.running.values()})
+        launch = ["--ranks", str(self.ranks), "--max_restarts", "0"] if self.ranks > 1 else []
+        with open(path, "ab") as log:
+            logged = log.tell()
+            process = subprocess.Popen(
+                [sys.executable, "-m", "fedmpi", "train", *launch, "--config", str(self.config(name))],
+                env={**os.environ, **share_of_devices(os.environ, slot, self.at_once), "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        saved = newest_checkpoint(run) or 0
+        self.running[name] = Process(run, path, process, slot=slot, saved=saved, logged=logged)
 
     def take_ended(self) -> None:
         """Report the runs that have ended; restart those that failed after they had made progress."""
-        for ended in self.processes.ended():
-            spec = ended.spec
-            if not ended.finished and folder.holder(spec.run) is not None:  # another process was faster
-                self.elsewhere.append(spec)
+        for name, one in list(self.running.items()):
+            if one.process.poll() is None:
                 continue
-            if ended.may_restart:
-                self.screen.say(f"{spec.name} ended with exit code {ended.code}; restarting from its checkpoint")
-                self.waiting.appendleft(spec)
-                continue
-            row = self.row(self.points[spec.name], state_of(ended))
-            self.rows[spec.name] = row
-            self.screen.say(in_words(ended, row))
-            if ended.interrupted and (spec.run / CONFIG).exists():  # that is no failure
-                folder.add_stop(spec.run, newest_checkpoint(spec.run) or 0, "interruption", {})
+            del self.running[name]
+            if not one.finished and folder.holder(one.run) is not None:  # another process was faster
+                self.elsewhere.append(name)
+            elif one.may_restart:
+                code = one.process.returncode
+                self.screen.say(f"{name} ended with exit code {code}; restarting from its checkpoint")
+                self.waiting.insert(0, name)
+            else:
+                self.rows[name] = self.row(name, one.state)
+                self.screen.say(one.in_words(self.rows[name]))
+                if one.interrupted and (one.run / CONFIG).exists():  # that is no failure
+                    folder.add_stop(one.run, newest_checkpoint(one.run) or 0, "interruption", {})
 
     def look(self) -> None:
         """Read the progress of the runs, give up those that fall behind, and draw."""
-        for name, running in self.processes.running.items():
-            point = self.points[name]
-            self.rows[name] = self.row(point, "running")
-            why = self.pruner.why(point, self.rows[name].round)
-            if why and not running.why:
-                mark_given_up(self.plan.run(point), why)
-                self.processes.give_up(name, why)
-        self.screen.draw(list(self.rows.values()), self.processes.at_once)
+        for name, one in self.running.items():
+            self.rows[name] = self.row(name, "running")
+            why = self.pruner.why(self.points[name], self.rows[name].round)
+            if why and not one.why:
+                mark_given_up(one.run, why)
+                one.why = why
+                one.process.terminate()
+        self.screen.draw(list(self.rows.values()), self.at_once)
 
-    def row(self, point: Point, state: str) -> Row:
+    def stop(self) -> None:
+        """Signal all runs to save and exit, and wait for them, however long their rounds take."""
+        if self.running:
+            self.screen.say("stopping: the runs save and exit after their rounds")
+        for one in self.running.values():
+            one.signalled = True
+            one.process.terminate()
+        for one in self.running.values():
+            one.process.wait()
+
+    def row(self, name: str, state: str) -> Row:
         """Return the status of a run of this machine."""
-        run = self.plan.run(point)
+        run = self.plan.home / name
         if state == "waiting" and is_over(run):
             state = "finished" if (run / FINISHED).exists() else "given up"
-        return row_of(run, state, "") if (run / CONFIG).exists() else Row(point.name, state)
+        return row_of(run, state, "") if (run / CONFIG).exists() else Row(name, state)
 
 
-def write_spec(plan: SweepPlan, point: Point) -> RunSpec:
-    """Write the configuration file of a run; return what is needed to start it."""
-    for name in (CONFIGS, LOGS):
-        (plan.home / name).mkdir(mode=0o700, exist_ok=True)
-    config = plan.home / CONFIGS / f"{point.name}.yaml"
-    write_file(config, yaml.safe_dump(dataclasses.asdict(plan.configs[point.name]), sort_keys=False))
-    return RunSpec(point.name, run=plan.run(point), config=config, log=plan.home / LOGS / f"{point.name}.log")
+def share_of_devices(environ: Mapping[str, str], slot: int, at_once: int) -> dict[str, str]:
+    """Return the variable with one run's share of the visible GPUs, if several runs share several."""
+    names = [name for name in environ.get(DEVICES, "").split(",") if name]
+    if len(names) < 2 or at_once < 2:
+        return {}
+    return {DEVICES: ",".join(names[slot::at_once] or [names[slot % len(names)]])}
 
 
-def state_of(ended: EndedRun) -> str:
-    """Return the state in which a run has ended."""
-    if ended.finished:
-        return "finished"
-    return "given up" if ended.why else "stopped" if ended.stopped or ended.interrupted else "failed"
+@contextmanager
+def caught_signals() -> Iterator[list[int]]:
+    """Yield a list that SIGINT and SIGTERM are appended to; a second one interrupts at once."""
+    caught: list[int] = []
+
+    def note(number: int, _: object) -> None:
+        if caught:
+            raise KeyboardInterrupt
+        caught.append(number)
+
+    before = {one: signal.signal(one, note) for one in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield caught
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
 
 
-def in_words(ended: EndedRun, row: Row) -> str:
-    """Return one line about how a run has ended."""
-    name = ended.spec.name
-    if ended.finished:
-        took = f" in {duration(row.minutes)}" if row.minutes else ""
-        score = f", {row.metric} {row.value:.4f}" if row.value is not None else ""
-        return f"{name} finished: {row.round} rounds{took}{score}"
-    if ended.why:
-        return f"{name} given up after round {row.round}: {ended.why}"
-    if ended.stopped:
-        return f"{name} stopped after round {row.round}"
-    if ended.interrupted:
-        return f"{name} interrupted during its start; the same command resumes it"
-    return f"{name} failed with exit code {ended.code}: {ended.last_line or 'no error message'}"
+@contextmanager
+def announced(home: Path) -> Iterator[None]:
+    """Hold a lock file in the folder of a sweep that names this process."""
+    path = home / f"{PREFIX}{socket.gethostname()}-{os.getpid()}"
+    with open(path, "w", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": time.time()}) + "\n")
+        file.flush()
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def processes(home: Path) -> list[Mapping[str, Any]]:
+    """Return the processes that run a sweep now; files left by killed ones do not count."""
+    found = (folder.holder(home, path.name) for path in sorted(home.glob(f"{PREFIX}*")))
+    return [one for one in found if one and {"host", "pid"} <= one.keys()]

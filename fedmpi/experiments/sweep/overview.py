@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TextIO
@@ -24,7 +24,6 @@ from ..records import flat
 from ..runs import pairing
 from .pick import GIVEN_UP, was_given_up
 from .plan import CONFIGS, LOGS
-from .processes import last_line
 
 AT_REST = ("finished", "given up", "stopped", "cancelled", "failed", "unknown")
 STATES = (*AT_REST, "running", "queued", "requeued", "waiting")
@@ -43,26 +42,22 @@ class Row:
     metric: str | None = None
     value: float | None = None
     minutes_left: float | None = None
-    minutes: float | None = None
-    """its total duration, so far expected if it is unfinished"""
-    label: str = ""
-    """its algorithm and mask"""
-    threads: int | None = None
-    """threads per rank"""
+    minutes: float | None = None  # its total duration, as expected so far if it is unfinished
+    label: str = ""  # its algorithm and mask
+    threads: int | None = None  # per rank
 
 
 def rows_of(names: Iterable[str], folder: Path) -> list[Row]:
-    """Return the status of the runs of a sweep, by their names."""
+    """Return the status of the runs of a sweep, by their names. A run without a run folder has failed if its log has an
+    error message: it could not make one."""
     runs = [folder / name for name in names]
     begun = [run for run in runs if (run / CONFIG).exists() or (run / JOB).exists()]
     states = dict(zip(begun, states_of(begun), strict=True))
-    return [row_of(run, *states.get(run) or state_without_folder(run)) for run in runs]
-
-
-def state_without_folder(run: Path) -> tuple[str, str]:
-    """Return the state of a run without a run folder, and its error message if it failed before it could make one."""
-    why = last_line(run.parent / LOGS / f"{run.name}.log")
-    return ("failed", why) if why else ("waiting", "")
+    for run in runs:
+        if run not in states:
+            why = last_line(folder / LOGS / f"{run.name}.log")
+            states[run] = ("failed", why) if why else ("waiting", "")
+    return [row_of(run, *states[run]) for run in runs]
 
 
 def row_of(run: Path, state: str, why: str) -> Row:
@@ -70,27 +65,17 @@ def row_of(run: Path, state: str, why: str) -> Row:
     if was_given_up(run):
         state, why = "given up", str(read_json(run / GIVEN_UP).get("why", ""))
     config = config_of(run)
-    label, threads = pairing({}, config, taus=True) if config else "", config.get("threads")
+    label = pairing({}, config, taus=True) if config else ""
+    row = Row(run.name, state, why, label=label, threads=config.get("threads"))
     if not (run / CONFIG).exists() and not (run / JOB).exists():
-        return Row(run.name, state, why, label=label, threads=threads)
+        return row
     try:
         seen = progress(run, state)
     except FileError as error:
-        return Row(run.name, "failed", str(error), label=label, threads=threads)
+        return replace(row, state="failed", why=str(error))
     rate, rounds = seen["rounds_a_minute"], seen["rounds"]
-    return Row(
-        run.name,
-        state,
-        why,
-        round=seen["round"],
-        rounds=rounds,
-        metric=seen["metric"],
-        value=seen["value"],
-        minutes_left=seen["minutes_left"],
-        minutes=rounds / rate if rate and rounds else None,
-        label=label,
-        threads=threads,
-    )
+    known = {name: seen[name] for name in ("round", "rounds", "metric", "value", "minutes_left")}
+    return replace(row, **known, minutes=rounds / rate if rate and rounds else None)
 
 
 def config_of(run: Path) -> dict[str, Any]:
@@ -99,6 +84,19 @@ def config_of(run: Path) -> dict[str, Any]:
         with suppress(FileError, ValueError):
             return flat(read_yaml(file))
     return {}
+
+
+def last_line(log: Path, start: int = 0) -> str:
+    """Return the last line of a log after its first `start` bytes, or fedmpi's own error message if there is one:
+    launchers print a lot after it."""
+    try:
+        with open(log, "rb") as file:
+            file.seek(start)
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    lines = [line.strip() for line in text.split("\n") if line.strip()]
+    return next((line for line in reversed(lines) if line.startswith("fedmpi: ")), lines[-1] if lines else "")
 
 
 def minutes_left(rows: list[Row], at_once: int) -> float | None:
@@ -134,11 +132,9 @@ def progress_of(row: Row) -> str:
 
 def lines_of(rows: Sequence[Row]) -> list[str]:
     """Return one aligned line per run."""
-    if not rows:
-        return []
-    if any(row.label for row in rows):
-        return align([(row.name, row.label, row.state, progress_of(row)) for row in rows], widths=(0, 0, 8))
-    return align([(row.name, row.state, progress_of(row)) for row in rows], widths=(0, 8))
+    labelled = any(row.label for row in rows)
+    cells = [[row.name, *([row.label] if labelled else []), row.state, progress_of(row)] for row in rows]
+    return align(cells, widths=(0, 0, 8) if labelled else (0, 8)) if rows else []
 
 
 def table(rows: list[Row], at_once: int) -> str:
@@ -152,8 +148,7 @@ class Screen:
     def __init__(self, out: TextIO | None = None) -> None:
         self.out = sys.stdout if out is None else out
         self.live = self.out.isatty()
-        self.drawn = 0
-        """lines that will be redrawn"""
+        self.drawn = 0  # lines that will be redrawn
 
     def say(self, text: str) -> None:
         """Print a line that stays."""

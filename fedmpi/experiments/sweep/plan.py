@@ -13,6 +13,7 @@ import json
 import os
 import socket
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from ...runs import folder
 from ...runs.config import Config
 from ...runs.folder import CONFIG, FINISHED, read_json
 from ...runs.options import from_values
+from ...runs.text import plural
 from ..runs import IDLE, SWEEP, read_config, word
 from .grid import Point, Sweep, points
 from .pick import GIVEN_UP
@@ -38,16 +40,9 @@ class SweepPlan:
     sweep: Sweep
     home: Path
     points: list[Point]
-    configs: dict[str, Config]
-    """by the name of the point, checked"""
-    recipe: Sweep
-    """the sweep as in its file, without the changes of the command line"""
-    threads: int | None = None
-    """threads per rank of the runs whose labels do not set them; None: all labels do"""
-
-    def run(self, point: Point) -> Path:
-        """Return the run folder of a point."""
-        return self.home / point.name
+    configs: dict[str, Config]  # by the name of the point, checked
+    recipe: Sweep  # as in its file, without the changes of the command line
+    threads: int | None = None  # per rank of the runs whose labels do not set them; None: all labels do
 
     @property
     def names(self) -> list[str]:
@@ -56,11 +51,11 @@ class SweepPlan:
     @property
     def left(self) -> list[Point]:
         """Return the points that are neither finished nor given up."""
-        return [point for point in self.points if not is_over(self.run(point))]
+        return [point for point in self.points if not is_over(self.home / point.name)]
 
     @property
     def threads_text(self) -> str:
-        return f"{self.threads} thread{'' if self.threads == 1 else 's'} per rank"
+        return f", {plural(self.threads, 'thread')} per rank" if self.threads else ""
 
 
 def is_over(run: Path) -> bool:
@@ -79,9 +74,8 @@ def write_file(path: Path, text: str) -> None:
     try:
         folder.write(path, text, aside=f"-{socket.gethostname()}-{os.getpid()}")
     except OSError as error:
-        raise UserError(
-            f"{path} cannot be written ({error.strerror}); free some space, or choose another --out"
-        ) from None
+        why = error.strerror
+        raise UserError(f"{path} cannot be written ({why}); free some space, or choose another --out") from None
 
 
 def make_plan(sweep: Sweep, chosen: list[Point], home: Path, local: bool, recipe: Sweep) -> SweepPlan:
@@ -130,16 +124,10 @@ def checked(point: Point, run: Path, local: bool, parsed: dict[str, Config], thr
     except UserError as error:
         raise UserError(f"run '{point.name}': {error}") from None
     root = None if cfg.data_root is None else str(Path(cfg.data_root).expanduser().absolute())
-    return replace(cfg, data_root=root, threads=cfg.threads or previous_threads(run) or threads)
-
-
-def previous_threads(run: Path) -> int | None:
-    """Return the threads per rank that a run was started with; None if it was not."""
-    try:
-        threads = read_config(run).get("threads")
-    except FileError:
-        return None
-    return threads if isinstance(threads, int) else None
+    before = None
+    with suppress(FileError):
+        before = read_config(run).get("threads")
+    return replace(cfg, data_root=root, threads=cfg.threads or (before if isinstance(before, int) else threads))
 
 
 def check_home(home: Path, sweep: Sweep) -> None:
@@ -188,16 +176,20 @@ def describe(plan: SweepPlan) -> None:
     before = read_json(plan.home / SWEEP)
     runs: dict[str, Any] = before.get("runs", {})
     runs |= {point.name: point.labels | {"seed": str(point.seed)} for point in points(sweep)}
-    about: dict[str, Any] = {"name": sweep.name, "about": sweep.about}
-    about["axes"] = {axis: list(labels) for axis, labels in sweep.axes.items()}
-    about["runs"] = runs
-    about |= {"threads": plan.threads} if plan.threads is not None else {}
-    about |= {"choose": dataclasses.asdict(sweep.choose)} if sweep.choose is not None else {}
-    about |= {"reach": list(sweep.reach)} if sweep.reach else {}
+    about: dict[str, Any] = {
+        "name": sweep.name,
+        "about": sweep.about,
+        "axes": {axis: list(labels) for axis, labels in sweep.axes.items()},
+        "runs": runs,
+        "threads": plan.threads,
+        "choose": sweep.choose and dataclasses.asdict(sweep.choose),
+        "reach": list(sweep.reach) or None,
+    }
+    about = {name: value for name, value in about.items() if value is not None}
     if sweep.published:
         known = plan.configs if sweep.where == plan.recipe.where else None  # --set adds a `where`
         now = make_reference(plan.recipe, plan.points, known)
-        about |= {"published": list(sweep.published)}
+        about["published"] = list(sweep.published)
         about["recipe"] = write_reference(now, read_reference(before.get("recipe")))
     folder.make(plan.home)
     write_file(plan.home / SWEEP, json.dumps(about, indent=2) + "\n")

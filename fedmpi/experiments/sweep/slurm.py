@@ -9,10 +9,10 @@ from ...cluster.cancel import end
 from ...cluster.status import SILENT, job_of
 from ...cluster.submit import SubmitOptions, submit_runs
 from ...errors import RunError, UserError
+from .local import caught_signals
 from .overview import AT_REST, Row, Screen, rows_of, summary
 from .pick import Pruner
 from .plan import SweepPlan, mark_given_up
-from .processes import caught_signals
 
 LOOK = 5.0  # seconds between two looks at the queue
 BUSY = ("running", "queued", "requeued")
@@ -20,12 +20,11 @@ BUSY = ("running", "queued", "requeued")
 
 def submit(plan: SweepPlan, options: SubmitOptions, at_once: int | None, screen: Screen) -> None:
     """Submit the runs that are neither done nor queued."""
-    states = {row.name: row.state for row in rows_of(plan.names, plan.home)}
-    wanted = [point for point in plan.left if states[point.name] not in BUSY]
-    busy = len(plan.left) - len(wanted)
-    options = with_cores(options, plan, screen)
-    jobs = submit_runs(options, [(plan.configs[p.name], plan.run(p)) for p in wanted], plan.home, at_once)
-    done = len(plan.points) - len(plan.left)
+    queued = [row.name for row in rows_of(plan.names, plan.home) if row.state in BUSY]
+    left = plan.left
+    wanted = [(plan.configs[p.name], plan.home / p.name) for p in left if p.name not in queued]
+    jobs = submit_runs(with_cores(options, plan, screen), wanted, plan.home, at_once)
+    done, busy = len(plan.points) - len(left), len(left) - len(wanted)
     screen.say(f"{plan.sweep.name}: {len(plan.points)} runs in {plan.home}, {done} done, {busy} already queued")
     if jobs:
         number, element, _ = jobs[0].id.partition("_")
@@ -74,16 +73,13 @@ def watch(plan: SweepPlan, at_once: int, screen: Screen) -> bool:
 def give_up_jobs(plan: SweepPlan, pruner: Pruner, rows: list[Row], screen: Screen) -> None:
     """End the jobs of runs that fall behind."""
     for point, row in zip(plan.points, rows, strict=True):
-        if row.state not in BUSY:
-            continue
-        why = pruner.why(point, row.round if row.state == "running" else 0)
-        job = job_of(plan.run(point)) if why else None
-        if job is None:
-            continue
-        mark_given_up(plan.run(point), why)
-        try:
-            end(job)
-        except RunError as error:
-            screen.say(f"{point.name} cannot be given up ({why}): {error}")
-            continue
-        screen.say(f"{point.name} given up: {why}")
+        run = plan.home / point.name
+        why = pruner.why(point, row.round if row.state == "running" else 0) if row.state in BUSY else ""
+        job = job_of(run) if why else None
+        if job is not None:
+            mark_given_up(run, why)
+            try:
+                end(job)
+                screen.say(f"{point.name} given up: {why}")
+            except RunError as error:
+                screen.say(f"{point.name} cannot be given up ({why}): {error}")
