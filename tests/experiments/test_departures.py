@@ -40,7 +40,7 @@ def swept(home: Path, *options: str, file: dict[str, Any] | str = FILE, done: bo
     todo = check(parse([name, "--out", str(home), *options]))
     describe(todo)
     for point in todo.points:
-        run = todo.run(point)
+        run = todo.home / point.name
         run.mkdir()
         (run / "config.yaml").write_text(yaml.safe_dump(dataclasses.asdict(todo.configs[point.name])))
         (run / "metrics.jsonl").write_text("".join(json.dumps(a_round(n, 0.2 * n)) + "\n" for n in (1, 2)))

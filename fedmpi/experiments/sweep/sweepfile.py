@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -29,42 +29,29 @@ from ...runs.options import check_keys, is_sweep, read_config, read_yaml, recipe
 from ..measures import measure
 from .grid import GROUPS, KNOWN, Choose, Knobs, Point, Stop, Sweep, Where, flat, label_of, points
 
+Axes = dict[str, dict[str, Knobs]]
 OURS = ("seed", "out", "resume", "max_minutes")  # set by the sweep itself
 KEYS = ("about", "base", "variants", "grid", "where", "seeds", "choose", "stop", "reach", "published")
 RULES = ("train_loss", "test")
+MUST_BE = {
+    dict: "a mapping of names to values",
+    list: "a list, in brackets or with one '-' per line",
+    float: "a number",
+    int: "a whole number of at least 1",
+}
 
 
 def read_sweep(name: str) -> Sweep:
     """Return the sweep in a file, or the bundled one of that name; raise a `UserError` for the first mistake."""
     path = find_sweep(name)
-    where = str(path)
-    tree = read_yaml(path, where)
+    tree = read_yaml(path, str(path))
     if not is_sweep(tree):
         hint = f"'fedmpi train --config {name}' runs it" if isinstance(tree, dict) and set(tree) <= set(KNOWN) else ""
-        raise UserError(f"{where} is no sweep: it has none of 'grid', 'variants' and 'seeds'; {hint or 'add one'}")
-    for key in tree:
-        if key not in KEYS:
-            near = nearest(str(key), KEYS)
-            hint = f"did you mean '{near}'?" if near else f"known: {', '.join(KEYS)}"
-            raise UserError(f"unknown part '{key}' in {where}; {hint}")
-    known = known_knobs(tree)
-    axes = read_axes(tree, where, known)
-    base, fixed = read_base(tree.get("base") or {}, where, known)
-    sweep = Sweep(
-        name=path.stem,
-        about=read_line(tree.get("about", ""), f"about in {where}"),
-        base=base,
-        fixed=fixed,
-        axes=axes,
-        where=tuple(read_where(one, axes, where, known) for one in as_list(tree.get("where"), "where", where)),
-        seeds=read_seeds(tree.get("seeds", 1), where),
-        choose=read_record(Choose, tree.get("choose"), "choose", where),
-        stop=read_record(Stop, tree.get("stop"), "stop", where),
-        reach=tuple(read_number(one, f"reach in {where}") for one in as_list(tree.get("reach"), "reach", where)),
-        published=read_published(tree.get("published"), axes, where),
-    )
-    check_choice(sweep, where)
-    return sweep
+        raise UserError(f"{path} is no sweep: it has none of 'grid', 'variants' and 'seeds'; {hint or 'add one'}")
+    try:
+        return read_tree(tree, path.stem)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
 
 
 def find_sweep(name: str) -> Path:
@@ -77,6 +64,31 @@ def find_sweep(name: str) -> Path:
     near = nearest(name, recipes())
     hint = f"did you mean '{near}'?" if near else "'fedmpi recipes' lists the bundled ones"
     raise UserError(f"'{name}' is neither a file nor a recipe; {hint}")
+
+
+def read_tree(tree: dict[str, Any], name: str) -> Sweep:
+    """Return the sweep of this name with the content of its file."""
+    check_known("part", tree, KEYS)
+    known = known_knobs(tree)
+    axes = read_axes(tree, known)
+    base, fixed = read_base(tree.get("base") or {}, known)
+    about, published = tree.get("about", ""), tree.get("published") or []
+    if not isinstance(about, str) or "\n" in about.strip():
+        raise UserError(f"about is {about!r}; it must be one line")
+    choose = read_choose(tree["choose"], axes) if tree.get("choose") is not None else None
+    return Sweep(
+        name=name,
+        about=about.strip(),
+        base=base,
+        fixed=fixed,
+        axes=axes,
+        where=tuple(read_where(one, axes, known) for one in want(tree.get("where"), list, "where")),
+        seeds=read_seeds(tree.get("seeds", 1)),
+        choose=choose,
+        stop=read_stop(tree["stop"], choose) if tree.get("stop") is not None else None,
+        reach=tuple(float(want(one, float, "reach")) for one in want(tree.get("reach"), list, "reach")),
+        published=tuple(read_table(one, axes) for one in (published if isinstance(published, list) else [published])),
+    )
 
 
 def known_knobs(tree: Any) -> dict[str, Any]:
@@ -99,21 +111,16 @@ def plugins_in(tree: Any, option: str = "") -> Iterator[tuple[str, str]]:
         yield option, str(tree)
 
 
-def read_base(tree: Any, where: str, known: Mapping[str, Any]) -> tuple[Knobs, Knobs]:
+def read_base(tree: Any, known: Mapping[str, Any]) -> tuple[Knobs, Knobs]:
     """Return the settings of all runs: those of the `config` file, then its own. Also return the algorithm of that file
     and the rules that it sets for it, as the config.yaml of a run does."""
-    if not isinstance(tree, dict):
-        raise UserError(
-            f"base in {where} holds {tree!r}; it must have options with their values, as a configuration file does"
-        )
-    rest = {key: value for key, value in tree.items() if key != "config"}
-    start: Knobs = {}
-    if "config" in tree:
-        file, tree = read_config(str(tree["config"]))
-        check_keys(f"--config {file}", tree, knobs(config_class(dotted(tree))()))
-        start = {k: v for k, v in flat(tree).items() if k not in OURS}
-        known = {**known, **known_knobs(start)}
-    own = read_knobs(rest, f"base in {where}", known)
+    if not isinstance(tree, dict) or "config" not in tree:
+        return read_knobs(tree, "base", known), {}
+    file, content = read_config(str(tree["config"]))
+    check_keys(f"--config {file}", content, knobs(config_class(dotted(content))()))
+    start = {name: value for name, value in flat(content).items() if name not in OURS}
+    rest = {name: value for name, value in tree.items() if name != "config"}
+    own = read_knobs(rest, "base", {**known, **known_knobs(start)})
     fixed = {rule: start[rule] for rule in ("local.rule", "server.rule") if start.get(rule) and rule not in own}
     return start | own, {"algorithm": start.get("algorithm", Config.algorithm)} | fixed if fixed else {}
 
@@ -123,170 +130,33 @@ def read_knobs(tree: Any, where: str, known: Mapping[str, Any]) -> Knobs:
     tree = {} if tree is None else renamed(tree)
     check_keys(where, tree, dict(known))
     found = flat(tree)
-    ours = next((name for name in found if name in OURS), None)
-    if ours is not None:
-        instead = "write 'seeds' instead" if ours == "seed" else "the sweep sets it for each run"
-        raise UserError(f"'{ours}' in {where} cannot be set in a sweep file; {instead}")
+    for name in OURS:
+        if name in found:
+            instead = "write 'seeds' instead" if name == "seed" else "the sweep sets it for each run"
+            raise UserError(f"'{name}' in {where} cannot be set in a sweep file; {instead}")
     return found
 
 
-def read_axes(tree: Mapping[str, Any], where: str, known: Mapping[str, Any]) -> dict[str, dict[str, Knobs]]:
-    """Return all axes in order: axis -> label -> settings."""
-    axes: dict[str, dict[str, Knobs]] = {}
-    for axis, variants in as_dict(tree.get("variants"), "variants", where).items():
-        labels = as_dict(variants, f"variants.{axis}", where)
-        axes[str(axis)] = {
-            label_of(label): read_knobs(settings, f"variants.{axis}.{label_of(label)} in {where}", known)
-            for label, settings in labels.items()
-        }
-    for name, values in as_dict(tree.get("grid"), "grid", where).items():
+def read_axes(tree: Mapping[str, Any], known: Mapping[str, Any]) -> Axes:
+    """Return all axes in order."""
+    axes: Axes = {}
+    for axis, variants in want(tree.get("variants"), dict, "variants").items():
+        labels = {label_of(label): settings for label, settings in want(variants, dict, f"variants.{axis}").items()}
+        axes[str(axis)] = {k: read_knobs(settings, f"variants.{axis}.{k}", known) for k, settings in labels.items()}
+    for name, values in want(tree.get("grid"), dict, "grid").items():
         if name not in known or name in GROUPS:
-            raise UserError(unknown_option(str(name), set(known) - GROUPS, where=f" in grid in {where}"))
+            raise UserError(unknown_option(str(name), set(known) - GROUPS, where=" in grid"))
         if name in axes:
-            raise UserError(f"'{name}' is an axis of both variants and grid in {where}; give one of them another name")
-        read_knobs({name: None}, f"grid in {where}", known)
-        numbers = [as_number(value) for value in as_list(values, f"grid.{name}", where)]
+            raise UserError(f"'{name}' is an axis of both variants and grid; give one of them another name")
+        read_knobs({name: None}, "grid", known)
+        numbers = [as_number(value) for value in want(values, list, f"grid.{name}")]
         axes[name] = {label_of(value): {name: value} for value in numbers}
         if len(axes[name]) < len(numbers):
-            raise UserError(f"grid.{name} in {where} has a value twice: {values}")
+            raise UserError(f"grid.{name} has a value twice: {values}")
     for axis, found in axes.items():
         if axis == "seed" or not found:
-            raise UserError(
-                f"axis '{axis}' in {where} " + ("has no label" if found == {} else "has a reserved name; use 'seeds'")
-            )
+            raise UserError(f"axis '{axis}' " + ("has a reserved name; use 'seeds'" if found else "has no label"))
     return axes
-
-
-def read_where(tree: Any, axes: dict[str, dict[str, Knobs]], where: str, known: Mapping[str, Any]) -> Where:
-    """Return one exception: its labels and its settings."""
-    if not isinstance(tree, dict) or set(tree) != {"if", "set"}:
-        valid = "{if: {axis: label}, set: {knob: value}}"
-        raise UserError(f"where in {where} holds {tree!r}; each entry must be {valid}")
-    labels = {}
-    for axis, wanted in as_dict(tree["if"], "where.if", where).items():
-        if axis not in axes:
-            raise unknown(f"axis in 'where' of {where}", str(axis), axes)
-        labels[axis] = frozenset(map(label_of, wanted if isinstance(wanted, list) else [wanted]))
-        for label in labels[axis] - axes[axis].keys():
-            raise unknown(f"label of '{axis}' in 'where' of {where}", label, axes[axis])
-    given = read_knobs(tree["set"], f"where in {where}", known)
-    for name in given:
-        if any(set(knobs) == {name} for knobs in axes.get(name, {}).values()):
-            raise UserError(f"where in {where} sets '{name}', an axis of grid: its labels would be wrong")
-    return Where(labels, given)
-
-
-def read_seeds(given: Any, where: str) -> tuple[int, ...]:
-    """Return the seeds: this many from 0 on, or those of a list."""
-    if isinstance(given, int) and not isinstance(given, bool) and given > 0:
-        return tuple(range(given))
-    whole = isinstance(given, list) and all(isinstance(s, int) and not isinstance(s, bool) and s >= 0 for s in given)
-    if not whole or not given or len(set(given)) < len(given):
-        raise UserError(
-            f"seeds in {where} is {given!r}; it must be a number of seeds or a list of different whole numbers"
-        )
-    return tuple(given)
-
-
-def read_record(kind: Any, tree: Any, what: str, where: str) -> Any:
-    """Return a `Choose` or `Stop` from a mapping; None if there is none."""
-    if tree is None:
-        return None
-    known = {f.name: f for f in fields(kind)}
-    values = {}
-    for key, value in as_dict(tree, what, where).items():
-        if key not in known:
-            raise unknown(f"part of {what} in {where}", str(key), known)
-        axes = key in ("over", "share")
-        values[key] = tuple(map(label_of, as_list(value, f"{what}.{key}", where))) if axes else value
-    if kind is Choose and not values.get("over"):
-        raise UserError(f"{what} in {where} lacks 'over': the axes to choose from")
-    return kind(**values)
-
-
-def check_choice(sweep: Sweep, where: str) -> None:
-    """Refuse a `choose` or `stop` that cannot work."""
-    choose, stop = sweep.choose, sweep.stop
-    if choose is not None:
-        for axis in (*choose.over, *choose.share):
-            if axis not in sweep.axes:
-                raise unknown(f"axis in 'choose' of {where}", axis, sweep.axes)
-        if not choose.over or set(choose.over) & set(choose.share):
-            both = f"over {list(choose.over)} and shares {list(choose.share)}"
-            raise UserError(f"choose in {where} is {both}; it must be over an axis, and no axis may be in both")
-        if choose.by not in RULES:
-            raise unknown(f"rule (choose.by in {where})", str(choose.by), RULES)
-        check_whole(choose.last, f"choose.last in {where}")
-    if stop is not None:
-        if choose is None:
-            raise UserError(f"stop in {where} needs choose: runs are given up by its comparison")
-        check_whole(stop.after, f"stop.after in {where}")
-        check_whole(stop.every, f"stop.every in {where}")
-        if not 0 < read_number(stop.quantile, f"stop.quantile in {where}") < 1:
-            raise UserError(f"stop.quantile in {where} is {stop.quantile}; it must be in (0, 1)")
-
-
-def read_published(tree: Any, axes: dict[str, dict[str, Knobs]], where: str) -> tuple[dict[str, Any], ...]:
-    """Return the tables of a paper: one, or a list of them."""
-    tables = tree if isinstance(tree, list) else [tree] if tree else []
-    return tuple(read_table(table, axes, where) for table in tables)
-
-
-def read_table(tree: Any, axes: dict[str, dict[str, Knobs]], where: str) -> dict[str, Any]:
-    """Return a table of a paper; refuse labels that do not exist."""
-    known = ("source", "measure", "columns", "rows")
-    found = as_dict(tree, "published", where)
-    for key in found:
-        if key not in known:
-            raise unknown(f"part of published in {where}", str(key), known)
-    name = str(found.get("measure", "best"))
-    try:
-        if name != "curve":
-            measure(name)
-    except UserError as error:
-        raise UserError(f"published in {where}: {error}") from None
-    columns = str(found.get("columns"))
-    if found.get("rows") and columns not in axes:
-        raise unknown(f"axis (published.columns in {where})", columns, axes)
-    rows = [read_row(row, axes, columns, where) for row in as_list(found.get("rows"), "published.rows", where)]
-    table: dict[str, Any] = {"source": str(found.get("source", "")), "measure": name}
-    return table | {"columns": columns, "rows": rows} if rows else table
-
-
-def read_row(tree: Any, axes: dict[str, dict[str, Knobs]], columns: str, where: str) -> dict[str, Any]:
-    """Return a row of such a table: labels of axes, and numbers or words under labels of the columns."""
-    row: dict[str, Any] = {}
-    for key, value in as_dict(tree, "published.rows", where).items():
-        if key in axes:
-            if label_of(value) not in axes[key]:
-                raise unknown(f"label of '{key}' (published.rows in {where})", label_of(value), axes[key])
-            row[key] = label_of(value)
-            continue
-        if label_of(key) not in axes[columns]:
-            raise unknown(f"axis or label (published.rows in {where})", str(key), [*axes, *axes[columns]])
-        if isinstance(value, bool) or not isinstance(value, int | float | str):
-            raise UserError(f"published.rows in {where} has {value!r} under '{key}'; it must be a number or a word")
-        row[label_of(key)] = value
-    return row
-
-
-# Small readers
-
-
-def as_dict(tree: Any, what: str, where: str) -> dict[Any, Any]:
-    if tree is None:
-        return {}
-    if not isinstance(tree, dict):
-        raise UserError(f"{what} in {where} holds {tree!r}; it must be a mapping of names to values")
-    return tree
-
-
-def as_list(tree: Any, what: str, where: str) -> list[Any]:
-    if tree is None:
-        return []
-    if not isinstance(tree, list):
-        raise UserError(f"{what} in {where} holds {tree!r}; it must be a list, in brackets or with one '-' per line")
-    return tree
 
 
 def as_number(value: Any) -> Any:
@@ -294,21 +164,107 @@ def as_number(value: Any) -> Any:
     return float(value) if isinstance(value, str) and re.fullmatch(r"[-+]?\d+e[-+]?\d+", value, re.I) else value
 
 
-def read_line(text: Any, what: str) -> str:
-    if not isinstance(text, str) or "\n" in text.strip():
-        raise UserError(f"{what} is {text!r}; it must be one line")
-    return text.strip()
+def read_where(tree: Any, axes: Axes, known: Mapping[str, Any]) -> Where:
+    """Return one exception: its labels and its settings."""
+    if not isinstance(tree, dict) or set(tree) != {"if", "set"}:
+        raise UserError(f"where has {tree!r}; each entry must be {{if: {{axis: label}}, set: {{knob: value}}}}")
+    labels = {}
+    for axis, wanted in want(tree["if"], dict, "where.if").items():
+        check_known("axis in 'where'", [axis], axes)
+        labels[axis] = frozenset(map(label_of, wanted if isinstance(wanted, list) else [wanted]))
+        check_known(f"label of '{axis}' in 'where'", labels[axis], axes[axis])
+    given = read_knobs(tree["set"], "where", known)
+    for name in given:
+        if any(set(knobs) == {name} for knobs in axes.get(name, {}).values()):
+            raise UserError(f"where sets '{name}', an axis of grid: its labels would be wrong")
+    return Where(labels, given)
 
 
-def read_number(value: Any, what: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UserError(f"{what} is {value!r}; it must be a number")
-    return float(value)
+def read_seeds(given: Any) -> tuple[int, ...]:
+    """Return the seeds: this many from 0 on, or those of a list."""
+    if isinstance(given, int) and not isinstance(given, bool) and given > 0:
+        return tuple(range(given))
+    whole = isinstance(given, list) and all(isinstance(s, int) and not isinstance(s, bool) and s >= 0 for s in given)
+    if not whole or not given or len(set(given)) < len(given):
+        raise UserError(f"seeds is {given!r}; it must be a number of seeds or a list of different whole numbers")
+    return tuple(given)
 
 
-def check_whole(value: Any, what: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UserError(f"{what} is {value!r}; it must be a whole number of at least 1")
+def read_choose(tree: Any, axes: Axes) -> Choose:
+    """Return the rule by which the best labels are chosen."""
+    given = want(tree, dict, "choose")
+    check_known("part of choose", given, [f.name for f in fields(Choose)])
+    over, share = (tuple(map(label_of, want(given.get(key), list, f"choose.{key}"))) for key in ("over", "share"))
+    if not over:
+        raise UserError("choose lacks 'over': the axes to choose from")
+    check_known("axis in 'choose'", (*over, *share), axes)
+    if set(over) & set(share):
+        raise UserError(f"choose is over {list(over)} and shares {list(share)}; no axis may be in both")
+    rule = Choose(**given | {"over": over, "share": share})
+    check_known("rule (choose.by)", [rule.by], RULES)
+    want(rule.last, int, "choose.last")
+    return rule
+
+
+def read_stop(tree: Any, choose: Choose | None) -> Stop:
+    """Return the rule by which runs are given up."""
+    given = want(tree, dict, "stop")
+    check_known("part of stop", given, [f.name for f in fields(Stop)])
+    if choose is None:
+        raise UserError("stop needs choose: runs are given up by its comparison")
+    stop = Stop(**given)
+    want(stop.after, int, "stop.after")
+    want(stop.every, int, "stop.every")
+    if not 0 < want(stop.quantile, float, "stop.quantile") < 1:
+        raise UserError(f"stop.quantile is {stop.quantile}; it must be in (0, 1)")
+    return stop
+
+
+def read_table(tree: Any, axes: Axes) -> dict[str, Any]:
+    """Return a table of a paper; refuse labels that do not exist."""
+    given = want(tree, dict, "published")
+    check_known("part of published", given, ("source", "measure", "columns", "rows"))
+    table: dict[str, Any] = {"source": str(given.get("source", "")), "measure": str(given.get("measure", "best"))}
+    if table["measure"] != "curve":
+        measure(table["measure"])
+    rows, columns = want(given.get("rows"), list, "published.rows"), str(given.get("columns"))
+    if not rows:
+        return table
+    check_known("axis (published.columns)", [columns], axes)
+    return table | {"columns": columns, "rows": [read_row(row, axes, columns) for row in rows]}
+
+
+def read_row(tree: Any, axes: Axes, columns: str) -> dict[str, Any]:
+    """Return a row of such a table: labels of axes, and numbers or words under labels of the columns."""
+    row: dict[str, Any] = {}
+    for key, value in want(tree, dict, "published.rows").items():
+        if key in axes:
+            check_known(f"label of '{key}' (published.rows)", [label_of(value)], axes[key])
+            row[key] = label_of(value)
+            continue
+        if label_of(key) not in axes[columns]:
+            raise unknown("axis or label (published.rows)", str(key), [*axes, *axes[columns]])
+        if isinstance(value, bool) or not isinstance(value, int | float | str):
+            raise UserError(f"published.rows has {value!r} under '{key}'; it must be a number or a word")
+        row[label_of(key)] = value
+    return row
+
+
+def want(value: Any, kind: Any, what: str) -> Any:
+    """Return a value of the file if it is of a kind of `MUST_BE`; null stands for an empty mapping or list."""
+    if value is None and kind in (dict, list):
+        return kind()
+    accepted = (int, float) if kind is float else kind
+    if isinstance(value, bool) or not isinstance(value, accepted) or (kind is int and value < 1):
+        raise UserError(f"{what} is {value!r}; it must be {MUST_BE[kind]}")
+    return value
+
+
+def check_known(what: str, given: Iterable[Any], known: Collection[str]) -> None:
+    """Refuse a name that is not among the known ones."""
+    for name in given:
+        if name not in known:
+            raise unknown(what, str(name), known)
 
 
 # The command line
@@ -323,9 +279,7 @@ def narrowed(sweep: Sweep, only: Iterable[str]) -> list[Point]:
         if not equals or not known:
             raise UserError(f"--only is '{text}'; write axis=label, with an axis of {', '.join([*sweep.axes, 'seed'])}")
         wanted = labels.split(",")
-        for label in wanted:
-            if label not in known:
-                raise unknown(f"label of '{axis}' (--only)", label, known)
+        check_known(f"label of '{axis}' (--only)", wanted, known)
         found = [p for p in found if (str(p.seed) if axis == "seed" else p.labels[axis]) in wanted]
     return found
 
