@@ -22,11 +22,14 @@ hypothesis.settings.load_profile("fedmpi")
 torch.set_num_threads(1)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that start launchers stay together by file when several run at a time: a file may have its own Slurm."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the launcher tests of a file on one worker, since it may start a Slurm; run the expensive tests first."""
+    expensive = ("launchers", "slow", "processes")
     for item in items:
         if item.get_closest_marker("launchers"):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    if hasattr(config, "workerinput"):  # else all workers but one wait at the end for the last expensive test
+        items.sort(key=lambda item: not any(item.get_closest_marker(name) for name in expensive))
 
 
 @pytest.fixture(autouse=True)
