@@ -69,6 +69,7 @@ def test_same_bits_on_any_number_of_ranks_under_any_launcher(tmp_path: Path, mpi
 def test_same_bits_from_the_commands_of_the_readme(tmp_path: Path, mpiexec: list[str]) -> None:
     launches = {
         "alone": [*ALONE, *MODULE],
+        "torchrun-1": [*torchrun(1), *MODULE],
         "torchrun": [*torchrun(2), *MODULE],
         "mpi": [*mpi(mpiexec, 2), *MODULE, "--comm", "mpi"],
         "gloo-under-mpi": [*mpi(mpiexec, 2), *MODULE, "--comm", "torch"],
