@@ -78,7 +78,7 @@ def test_a_torchvision_that_does_not_fit_is_found_with_the_fix(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "torchvision", raising=False)
     monkeypatch.setattr(doctor, "outside", lambda: environ)
-    (found,) = doctor.torchvision(Place("alone", 0, 1, 0, 1), doctor.DoctorOptions())
+    *_, found = doctor.versions(Place("alone", 0, 1, 0, 1), doctor.DoctorOptions())
     assert found.level == doctor.WARN and found.text == (
         f"torchvision 0.99.1+cu130 does not fit torch {torch.__version__}: its import fails (RuntimeError: operator "
         "torchvision::nms does not exist)"
@@ -94,6 +94,5 @@ def test_a_torchvision_that_fits_is_well(tmp_path: Path, monkeypatch: pytest.Mon
     environ = made_up(tmp_path, "")
     assert imports.torchvision_trouble(environ) is None
     monkeypatch.setattr(doctor, "outside", lambda: environ)
-    (found,) = doctor.torchvision(Place("alone", 0, 1, 0, 1), doctor.DoctorOptions())
-    assert found.level == doctor.OK
-    assert not list(doctor.torchvision(Place("torchrun", 1, 2, 1, 2), doctor.DoctorOptions()))
+    *_, found = doctor.versions(Place("alone", 0, 1, 0, 1), doctor.DoctorOptions())
+    assert found.check == "torchvision" and found.level == doctor.OK

@@ -16,7 +16,7 @@ from fedmpi.cluster.launcher import meeting_folder
 from fedmpi.comm import leftovers
 from fedmpi.comm.env import Place
 from fedmpi.comm.leftovers import MEMORY, in_use, sweep
-from fedmpi.commands.doctor import DoctorOptions, shared_memory
+from fedmpi.commands.doctor import DoctorOptions, disk
 
 LONG_AGO = time.time() - 3600
 
@@ -60,8 +60,8 @@ def test_memory_that_a_process_maps_stays_and_the_doctor_lists_the_rest() -> Non
     try:
         with open(mapped, "r+b") as file, mmap.mmap(file.fileno(), 0):
             assert mapped not in leftovers.leftovers() and left in leftovers.leftovers()
-            said = [finding.text for finding in shared_memory(Place("alone", 0, 1, 0, 1), DoctorOptions())]
-            assert f"{left.name}" in said[1] and mapped.name not in said[1] and "left by killed runs" in said[1]
+            text = list(disk(Place("alone", 0, 1, 0, 1), DoctorOptions()))[-1].text
+            assert left.name in text and mapped.name not in text and "left by killed runs" in text
             sweep()
             assert mapped.exists() and not left.exists()
     finally:

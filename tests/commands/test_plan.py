@@ -56,19 +56,19 @@ def normed() -> torch.nn.Module:
 
 @pytest.fixture(autouse=True)
 def tiny_data():
-    """The tiny data in the table."""
+    """Add the tiny data set to the table."""
     with shell.sandbox():
         yield
 
 
 def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
-    """The forecasts of a command line."""
+    """Return the forecasts of a command line."""
     assert main(["plan", "--json", *arguments]) == 0
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
 def train_all(comm: Comm, runs: list[Config], ranks_per_node: int) -> None:
-    """Every run on this rank."""
+    """Run everything on this rank."""
     share_node(comm, comm.rank // ranks_per_node)
     place = Place("alone", comm.rank, comm.size, comm.rank, comm.size)
     with shell.sandbox():
@@ -158,7 +158,7 @@ def test_memory_follows_what_an_algorithm_keeps(capsys: pytest.CaptureFixture[st
     assert "clients' memories" not in plain["memory"]
 
 
-def test_rows_for_other_nodes_have_memory_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_for_other_nodes_are_not_shared(capsys: pytest.CaptureFixture[str]) -> None:
     (one,) = planned(capsys, "--ranks", "2", "--ranks_per_node", "2", *TINY)
     (two,) = planned(capsys, "--ranks", "2", *TINY)
     assert one["memory"]["sums"]["rank"] == two["memory"]["sums"]["rank"]
@@ -166,11 +166,16 @@ def test_rows_for_other_nodes_have_memory_of_their_own(capsys: pytest.CaptureFix
     assert two["nodes"] == 2 and one["nodes"] == 1
 
 
-def test_a_thousand_ranks_are_planned_without_one_process(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_thousand_ranks_can_be_planned(capsys: pytest.CaptureFixture[str]) -> None:
     small, large = planned(capsys, "--ranks", "4", "1024", "--ranks_per_node", "4", *TINY)
     assert large["nodes"] == 256 and large["balance"]["empty"] == 1019
     assert large["balance"]["clients"] == 5 / 1024 and large["balance"]["most"] == 1
     assert 1 < large["sent"]["most"] / small["sent"]["most"] < 2  # a rank sends hardly more, all of them much more
+
+
+def test_one_rank_sends_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    (plan,) = planned(capsys, "--ranks=1", *TINY, "--algorithm", "fedmeta", "--meta.size", "20")
+    assert plan["sent"] == {"total": 0, "away": 0, "most": 0}
 
 
 def test_balance_is_that_of_the_real_draw(capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,20 +186,8 @@ def test_balance_is_that_of_the_real_draw(capsys: pytest.CaptureFixture[str]) ->
     assert three["balance"]["waiting"] == pytest.approx(1 - 10 / 12)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--ranks", "9"], "4 of 9 ranks have no client in a round of 5: use at most 5 ranks, or a larger --cohort"),
-        (["--ranks", "3", "--cohort", "4"], "ranks wait for 33% of local training"),
-    ],
-)
-def test_waste_is_told_in_words(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *TINY, *options]) == 0
-    assert words in capsys.readouterr().out
-
-
 def test_the_tables_name_what_they_count(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--ranks=1,2", *TINY, "--algorithm", "scaffold"]) == 0
+    assert main(["plan", "--ranks", "1", "2", *TINY, "--algorithm", "scaffold"]) == 0
     out = capsys.readouterr().out
     assert "scaffold with mask" in out and "1 rank (" not in out
     for words in (
@@ -229,7 +222,9 @@ def test_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (["--ranks", "2", "--cohort", "5000"], "--cohort is 5000 but there are only 100 clients"),
     ],
 )
-def test_a_wrong_argument_is_one_sentence(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_argument_is_one_error_message(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", *arguments]) == 2
     said = capsys.readouterr().err
     assert words in said and said.count("\n") == 1
@@ -285,6 +280,6 @@ def test_the_benchmark_of_the_balance_prints_what_ranks_wait() -> None:
         ("balance.py", ["--model", "lent"], "unknown model 'lent'"),
     ],
 )
-def test_a_benchmark_refuses_what_makes_no_sense(name: str, arguments: list[str], words: str) -> None:
+def test_a_benchmark_refuses_impossible_options(name: str, arguments: list[str], words: str) -> None:
     done = benchmark(name, *arguments)
     assert done.returncode == 2 and words in done.stderr
