@@ -41,7 +41,7 @@ from fedmpi.comm.torch import TorchComm
 from fedmpi.data import SPLITS, Arrays
 from fedmpi.local import Job, LocalResult, LocalRule
 from fedmpi.masks import make_mask
-from fedmpi.runs.build import Given, prepare
+from fedmpi.runs.build import Overrides, prepare
 from fedmpi.runs.config import Config, Eval
 from fedmpi.runs.run import run
 from fedmpi.server import ServerKnobs, make_server
@@ -91,7 +91,7 @@ def rank(me: int, folder: Path, began: float, case: dict[str, Any]) -> None:
         log_to="none",
         quiet=True,
     )
-    prepared = prepare(cfg, Given(arrays, model, algorithm))
+    prepared = prepare(cfg, Overrides(arrays, model, algorithm))
     comm = TorchComm(FileStore(str(folder / "meeting"), RANKS), me, RANKS, torch.device("cpu"), 300.0)
     share_node(comm)
     run(prepared, comm, Place("alone", me, RANKS, me, RANKS), torch.device("cpu"), {})
