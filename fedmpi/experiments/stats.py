@@ -38,18 +38,6 @@ class Summary:
 
 
 @dataclass(frozen=True)
-class Band:
-    """Mean and spread of curves over seeds, on their common rounds."""
-
-    rounds: list[int]
-    mean: list[float]
-    lower: list[float]
-    """mean - sd; the mean itself for one curve"""
-    upper: list[float]
-    count: int
-
-
-@dataclass(frozen=True)
 class Comparison:
     """The difference of two groups and its tests."""
 
@@ -79,45 +67,35 @@ def summarise(values: Iterable[float | None]) -> Summary | None:
     return Summary(mean, sd, len(there), min(there), max(there))
 
 
-def band(curves: Sequence[Mapping[int, float]]) -> Band:
-    """Return mean and spread of curves (round -> value) on their common rounds."""
+def band(curves: Sequence[Mapping[int, float]]) -> dict[int, Summary]:
+    """Return mean and spread of curves (round -> value) on their common rounds, in order."""
     common = sorted(set.intersection(*(set(curve) for curve in curves))) if curves else []
-    found = [summarise(curve[number] for curve in curves) for number in common]
-    points = [point for point in found if point is not None]
-    return Band(
-        rounds=common,
-        mean=[point.mean for point in points],
-        lower=[point.mean - (point.sd or 0.0) for point in points],
-        upper=[point.mean + (point.sd or 0.0) for point in points],
-        count=len(curves),
-    )
+    return {t: found for t in common if (found := summarise(curve[t] for curve in curves)) is not None}
 
 
-def compare(
-    first: Mapping[int, float | None], second: Mapping[int, float | None], level: float = 0.95
-) -> Comparison | None:
+def compare(first: Mapping[int, float | None], second: Mapping[int, float | None]) -> Comparison | None:
     """Compare two groups (seed -> value): by pairs of one seed if these suffice for a test or nothing else does, else
     by Welch's test. Return None if a group has no value."""
     a, b = ({seed: value for seed, value in side.items() if value is not None} for side in (first, second))
     common = sorted(a.keys() & b.keys())
     if common and (len(common) >= LEAST or min(len(a), len(b)) < LEAST):
-        return compare_paired([b[seed] - a[seed] for seed in common], level)
-    return compare_unpaired(list(a.values()), list(b.values()), level) if a and b else None
+        return compare_paired([b[seed] - a[seed] for seed in common])
+    return compare_unpaired(list(a.values()), list(b.values())) if a and b else None
 
 
-def compare_paired(differences: Sequence[float], level: float = 0.95) -> Comparison:
+def compare_paired(differences: Sequence[float]) -> Comparison:
     """Run Student's paired t test and the sign-flip test."""
     count, mean = len(differences), fmean(differences)
     least = 2.0 ** (1 - count)
     if count < LEAST:
         return Comparison(mean, None, None, None, None, count, True, least)
     error = stdev(differences) / math.sqrt(count)
-    low, high, p = t_test(mean, error, count - 1, level, max(map(abs, differences)))
+    low, high, p = t_test(mean, error, count - 1, max(map(abs, differences)))
     flips = flip_test(differences) if count <= MOST_FLIPS else None
     return Comparison(mean, low, high, p, flips, count, True, least)
 
 
-def compare_unpaired(first: Sequence[float], second: Sequence[float], level: float = 0.95) -> Comparison:
+def compare_unpaired(first: Sequence[float], second: Sequence[float]) -> Comparison:
     """Run Welch's test of groups that may differ in variance and size."""
     sizes, mean = (len(first), len(second)), fmean(second) - fmean(first)
     count, ways = min(sizes), math.comb(sum(sizes), sizes[0])  # to assign the values to the groups
@@ -127,18 +105,16 @@ def compare_unpaired(first: Sequence[float], second: Sequence[float], level: flo
     parts = [stdev(side) ** 2 / len(side) for side in (first, second)]
     spread = sum(part**2 / (size - 1) for part, size in zip(parts, sizes, strict=True))
     freedom = sum(parts) ** 2 / spread if spread else 1.0
-    low, high, p = t_test(mean, math.sqrt(sum(parts)), freedom, level, max(map(abs, [*first, *second])))
+    low, high, p = t_test(mean, math.sqrt(sum(parts)), freedom, max(map(abs, [*first, *second])))
     return Comparison(mean, low, high, p, None, count, False, least)
 
 
-def t_test(
-    mean: float, error: float, freedom: float, level: float, scale: float
-) -> tuple[float | None, float | None, float | None]:
-    """Return the interval around a mean with this standard error, and the p of a true mean of zero. Equal values have
-    neither, except that a difference of zero has p = 1."""
+def t_test(mean: float, error: float, freedom: float, scale: float) -> tuple[float | None, float | None, float | None]:
+    """Return the 95% interval around a mean with this standard error, and the p of a true mean of zero. Equal values
+    have neither, except that a difference of zero has p = 1."""
     if error <= SAME * scale:
         return None, None, 1.0 if abs(mean) <= SAME * scale else None
-    reach = t_quantile(level, freedom) * error
+    reach = t_quantile(0.95, freedom) * error
     return mean - reach, mean + reach, t_tail(mean / error, freedom)
 
 

@@ -37,7 +37,6 @@ from fedmpi.experiments.attack import command
 from fedmpi.experiments.attack.answers import ask, sample_losses
 from fedmpi.experiments.attack.attackers import (
     DECAY,
-    Verdict,
     auc,
     cheapest,
     contest,
@@ -244,14 +243,14 @@ def test_the_threshold_by_hand() -> None:
     learned = cheapest(losses, member)  # 0.2 and 0.4 are both right four times of five: the lower one
     assert learned.cut == -0.2
     verdict = judge(learned, np.array([[0.2], [0.25], [0.1], [0.9]]), np.array([True, True, False, False]))
-    assert verdict == Verdict(accuracy=0.5, auc=0.5, advantage=0.0, tpr_at_1_fpr=0.0)
+    assert verdict == {"accuracy": 0.5, "auc": 0.5, "advantage": 0.0, "tpr_at_1_fpr": 0.0}
 
 
 def test_a_threshold_that_gains_nothing_takes_nobody_for_a_member() -> None:
     learned = cheapest(np.array([[0.1], [0.1], [0.2], [0.3]]), np.array([True, False, False, True]))
     assert learned.cut == math.inf
     verdict = judge(learned, np.array([[0.1], [0.2]]), np.array([True, False]))
-    assert (verdict.accuracy, verdict.advantage, verdict.auc) == (0.5, 0.0, 1.0)  # the order still tells
+    assert (verdict["accuracy"], verdict["advantage"], verdict["auc"]) == (0.5, 0.0, 1.0)  # the order still tells
 
 
 @given(st.lists(st.tuples(st.integers(0, 6).map(float), st.booleans()), min_size=1, max_size=15))
@@ -326,7 +325,10 @@ def test_a_half_is_half_of_the_members_and_half_of_the_others(count: int, seed: 
 
 
 def test_a_summary_by_hand() -> None:
-    verdicts = [Verdict(0.6, 0.7, 0.2, 0.0), Verdict(0.8, 0.9, 0.6, 0.1)]
+    verdicts = [
+        {"accuracy": 0.6, "auc": 0.7, "advantage": 0.2, "tpr_at_1_fpr": 0.0},
+        {"accuracy": 0.8, "auc": 0.9, "advantage": 0.6, "tpr_at_1_fpr": 0.1},
+    ]
     found = summary(verdicts, 10)
     assert (found["accuracy"], found["auc"], found["advantage"]) == pytest.approx((0.7, 0.8, 0.4))
     assert found["deviation"] == pytest.approx(math.sqrt(0.02)) and found["interval"] == list(wilson(0.7, 10))

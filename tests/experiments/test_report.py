@@ -33,7 +33,7 @@ from fedmpi.experiments.report.command import SECTIONS, ReportOptions, chosen_ce
 from fedmpi.experiments.report.figures import rows, style
 from fedmpi.experiments.report.figures.style import MOST_STYLES, Picture, Style, assign_styles, render
 from fedmpi.experiments.report.layout import MOST_LINES, Placed, by_panel, place
-from fedmpi.experiments.report.page import Absent, Code, Fold, Items, Named, Part, Section, make_page
+from fedmpi.experiments.report.page import Absent, Code, Fold, Named, Part, Section, make_page
 from fedmpi.experiments.report.sections import costs
 from fedmpi.experiments.report.sections import learning as curves
 from fedmpi.experiments.report.sections.clients import layer_map
@@ -109,7 +109,7 @@ def tables(section: Section) -> dict[str, Named]:
 
 
 def absent(section: Section) -> str:
-    return " ".join(part.text for part in section.parts if isinstance(part, Absent))
+    return " ".join(part for part in section.parts if isinstance(part, Absent))
 
 
 @pytest.fixture
@@ -618,7 +618,7 @@ def pairs_of(tmp_path: Path, gains: list[float]) -> Material:
 
 
 def verdicts(material: Material) -> list[str]:
-    return [text for part in section_of("masks", material).parts if isinstance(part, Items) for text in part.texts]
+    return [text for part in section_of("masks", material).parts if isinstance(part, list) for text in part]
 
 
 def test_three_seeds_never_prove_anything(tmp_path: Path) -> None:
@@ -1027,7 +1027,7 @@ def test_a_choice_that_cannot_be_read_or_was_not_made_is_none(cells: Any, tmp_pa
 
 
 def test_parts_become_html() -> None:
-    parts: list[Part] = ["a < b", Absent("none"), Items(["x", "y"]), Code("ls & cd"), Fold("more", ["inside"])]
+    parts: list[Part] = ["a < b", Absent("none"), ["x", "y"], Code("ls & cd"), Fold("more", ["inside"])]
     reader = Reader(make_page("t", [Section("one", "First", parts)], {}, about="l", facts=[("name", "<v>")]))
     assert reader.text.endswith("First a < b none x y ls & cd more inside") and "<v>" in reader.text
     assert reader.open == [] and reader.all("section") == [{"id": "one", "aria-labelledby": "one-title"}]
@@ -1037,7 +1037,7 @@ def test_sections_with_nothing_to_show_are_gathered() -> None:
     empty, full = Section("a", "A", [Absent("no a.")]), Section("b", "B", ["b", Absent("no c.")])
     assert gather([full]) == [full]
     (first, last) = gather([empty, full])
-    assert first is full and last.parts == [Items(["A: no a."])]
+    assert first is full and last.parts == [["A: no a."]]
 
 
 def contrast(one: str, other: str) -> float:

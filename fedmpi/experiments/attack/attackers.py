@@ -12,7 +12,6 @@ cheapest   Threshold on the loss of a sample (Yeom et al., CSF 2018): the one wi
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
@@ -47,19 +46,6 @@ class Learned:
 
 Attacker = Callable[[Floats, Bools], Learned]
 """(values [n, width], membership [n]) -> fitted attacker"""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The scores of an attacker on samples that it was not fitted on."""
-
-    accuracy: float
-    auc: float
-    """probability that a member ranks above a non-member; ties count half"""
-    advantage: float
-    """true positive rate minus false positive rate; 0 for guessing"""
-    tpr_at_1_fpr: float
-    """true positive rate at a false positive rate of at most 1%"""
 
 
 def logistic(values: Floats, member: Bools) -> Learned:
@@ -124,30 +110,30 @@ def half(count: int, rng: np.random.Generator) -> Bools:
     return known.ravel()
 
 
-def summary(verdicts: Sequence[Verdict], trials: int) -> dict[str, Any]:
+def summary(verdicts: Sequence[dict[str, float]], trials: int) -> dict[str, Any]:
     """Return the means over the repeats, the deviation of the accuracy over the random halves, and the confidence
     interval over the samples. The interval is that of one repeat with this mean: repeats do not add samples."""
-    columns = {f.name: [getattr(one, f.name) for one in verdicts] for f in dataclasses.fields(Verdict)}
-    means = {name: fmean(column) for name, column in columns.items()}
+    means = {name: fmean(one[name] for one in verdicts) for name in verdicts[0]}
     return {
         **means,
-        "deviation": stdev(columns["accuracy"]) if len(verdicts) > 1 else None,
+        "deviation": stdev(one["accuracy"] for one in verdicts) if len(verdicts) > 1 else None,
         "interval": list(wilson(means["accuracy"], trials)),
-        "each": [dataclasses.asdict(one) for one in verdicts],
+        "each": list(verdicts),
     }
 
 
-def judge(learned: Learned, values: Floats, member: Bools) -> Verdict:
-    """Return the scores of a fitted attacker on these samples."""
+def judge(learned: Learned, values: Floats, member: Bools) -> dict[str, float]:
+    """Return the scores of a fitted attacker on samples that it was not fitted on. The advantage is the true positive
+    rate minus the false positive rate: 0 for guessing."""
     rank = learned.rank(values)
     said = rank >= learned.cut
     found, alarms = float(said[member].mean()), float(said[~member].mean())
-    return Verdict(
-        accuracy=float((said == member).mean()),
-        auc=auc(rank[member], rank[~member]),
-        advantage=found - alarms,
-        tpr_at_1_fpr=found_at(rank[member], rank[~member], FALSE_ALARMS),
-    )
+    return {
+        "accuracy": float((said == member).mean()),
+        "auc": auc(rank[member], rank[~member]),
+        "advantage": found - alarms,
+        "tpr_at_1_fpr": found_at(rank[member], rank[~member], FALSE_ALARMS),
+    }
 
 
 def auc(members: Floats, others: Floats) -> float:

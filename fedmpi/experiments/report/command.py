@@ -29,7 +29,7 @@ from ..tables import FORMS
 from .figures.style import Picture, render
 from .layout import place
 from .output import Files, check_output, write_report
-from .page import Absent, Fold, Items, Named, Part, Section, make_page
+from .page import Absent, Fold, Named, Part, Section, make_page
 from .sections.clients import agreement, labels
 from .sections.costs import costs
 from .sections.learning import clients, further, gap, learning
@@ -183,9 +183,9 @@ def contents(material: Material) -> list[Section]:
 def gather(sections: Sequence[Section]) -> list[Section]:
     """Return the sections with content, and one that lists what the others lack."""
     empty = [one for one in sections if all(isinstance(part, Absent) for part in one.parts)]
-    texts = [f"{one.title}: {part.text}" for one in empty for part in one.parts if isinstance(part, Absent)]
+    texts = [f"{one.title}: {part}" for one in empty for part in one.parts if isinstance(part, Absent)]
     rest = [one for one in sections if one not in empty]
-    return [*rest, Section("missing", "Not measured", [Items(texts)])] if texts else rest
+    return [*rest, Section("missing", "Not measured", [texts])] if texts else rest
 
 
 def flat(parts: Iterator[Part]) -> Iterator[Part]:

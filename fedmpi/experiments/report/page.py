@@ -17,25 +17,12 @@ from ..tables import Table, is_better, show
 from .figures.style import Picture
 
 
-@dataclass(frozen=True)
-class Absent:
+class Absent(str):
     """A remark on what the runs have not measured."""
 
-    text: str
 
-
-@dataclass(frozen=True)
-class Items:
-    """A list of sentences."""
-
-    texts: Sequence[str]
-
-
-@dataclass(frozen=True)
-class Code:
-    """A command, or names of files."""
-
-    text: str
+class Code(str):
+    """A command."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +43,8 @@ class Named:
     """(row, column) of highlighted cells"""
 
 
-Part = str | Absent | Items | Code | Fold | Picture | Named
+Part = str | Absent | Code | list[str] | Fold | Picture | Named
+"""a list is shown as a list of sentences"""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from ...tables import Cell, Difference, Missing, Probability, Table
 from ..figures import rows
 from ..figures.rows import Row
 from ..figures.style import Picture, numbered_style
-from ..page import Fold, Items, Named, Part
+from ..page import Fold, Named, Part
 from .material import Material, by_suffix, capitalised, mark, unit
 from .results import cell, column_title, form, remarks, values, whole
 
@@ -169,7 +169,7 @@ def masks(material: Material) -> list[Part]:
         tested = [(one, one.test) for one in found if one.test is not None]
         if tested:
             what = f"best test {groups[0].metric}"
-            texts = Items([conclusion(one, test, what, len(tested)) for one, test in tested])
+            texts = [conclusion(one, test, what, len(tested)) for one, test in tested]
             few = len(tested) <= MOST_UNFOLDED
             parts += [
                 Named(f"masks-best{suffix}", mask_table(groups, "best")),

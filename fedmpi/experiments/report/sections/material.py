@@ -89,13 +89,11 @@ def line(one: Placed, down: Sequence[Curve], across: Sequence[Curve] = (), facto
     """Return the mean of the seeds' curves with its band, times a factor, over rounds or the mean of other curves."""
     present = [i for i, curve in enumerate(down) if curve]
     found = band([down[i] for i in present])
-    if not found.rounds:
+    if not found:
         return None
-    x: Sequence[float] = found.rounds
-    if across:
-        x = [fmean(across[i].get(t, 0.0) for i in present) for t in found.rounds]
-    y, low, high = ([factor * value for value in side] for side in (found.mean, found.lower, found.upper))
-    spread = (low, high) if found.count > 1 else (None, None)
+    x = [fmean(across[i].get(t, 0.0) for i in present) for t in found] if across else list(found)
+    y, low, high = ([factor * (p.mean + side * (p.sd or 0.0)) for p in found.values()] for side in (0, -1, 1))
+    spread = (low, high) if len(present) > 1 else (None, None)
     return Line(one.label, one.style, x, y, *spread)
 
 

@@ -12,7 +12,7 @@ from ....runs.text import plural
 from ...records import DEFAULTS
 from ...runs import Group, Run, differences, word
 from ...tables import Cell, Missing, Number, Table, show
-from ..page import Absent, Code, Fold, Items, Named, Part, Section
+from ..page import Absent, Code, Fold, Named, Part, Section
 from .material import Material
 
 MOST_NAMED = 5  # unfinished runs
@@ -91,7 +91,7 @@ def source(material: Material, command: str, files: Sequence[str]) -> Section:
     parts += [
         "Run folders have the rounds in metrics.jsonl, the knobs in config.yaml, versions and machine in "
         "environment.json, and the samples per client in partition.json.",
-        Fold("Run folders", [Items(folders)]),
-        Fold(f"{len(files)} files of figures and tables next to this page", [Items(files)]),
+        Fold("Run folders", [folders]),
+        Fold(f"{len(files)} files of figures and tables next to this page", [list(files)]),
     ]
     return Section("source", "Raw data and commands", parts)
