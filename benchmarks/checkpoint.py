@@ -22,7 +22,8 @@ import torch
 
 from fedmpi.comm import SoloComm
 from fedmpi.rounds import State
-from fedmpi.runs.checkpoint import Fingerprint, Progress, Saver
+from fedmpi.runs.checkpoint.format import Fingerprint, Progress
+from fedmpi.runs.checkpoint.save import Saver
 from fedmpi.runs.config import Checkpoint
 
 FINGERPRINT = Fingerprint({"threads": 1}, {})

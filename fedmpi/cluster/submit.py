@@ -313,7 +313,8 @@ def check_name(out: Path) -> None:
 def check_folder(out: Path, cfg: Config, busy: str) -> None:
     """Refuse a folder that contains something else, or a run that is finished, queued, running or was started with
     other settings, as far as they are known here. `busy` describes its job if that is queued or running."""
-    from ..runs.checkpoint import MANIFEST, Fingerprint, compare, read_sealed
+    from ..runs.checkpoint.format import MANIFEST, Fingerprint, read_sealed
+    from ..runs.checkpoint.load import compare
     from ..runs.run import check_finished
 
     folder.check(out)

@@ -39,7 +39,9 @@ from ..rounds import Report, State, begin, rounds
 from ..server import VARIED
 from . import folder
 from .build import OWN, RunSpec, check_memory_folder, load_data, make_memory, make_task, plan_of
-from .checkpoint import Fingerprint, FoundCheckpoint, Progress, Saver, find, restore
+from .checkpoint.format import Fingerprint, FoundCheckpoint, Progress
+from .checkpoint.load import find, restore
+from .checkpoint.save import Saver
 from .config import Config, Step
 from .folder import CONFIG, FINISHED, MODEL, write
 from .log import Log, folded, record, report_of
@@ -220,7 +222,8 @@ def train(
     reports = [report_of(one) for one in records]
     progress = Progress()
     if found is not None:
-        state, progress = restore(found, state, task.layout.length, comm), found.progress
+        state = restore(found, state, task.layout.length, comm)
+        progress = Progress(found.about["best"], found.about["last"])
     training = rounds(state, plan_of(spec), spec.algorithm, task, comm, measures.observers)
     for state, report in training:
         last = report.round == cfg.rounds

@@ -27,7 +27,9 @@ from fedmpi.comm.threads import run_threads
 from fedmpi.errors import UserError
 from fedmpi.rounds import Plan, Report, State, begin, rounds
 from fedmpi.runs.build import build, prepare, resolve
-from fedmpi.runs.checkpoint import Fingerprint, Progress, Saver, find, restore
+from fedmpi.runs.checkpoint.format import Fingerprint, Progress
+from fedmpi.runs.checkpoint.load import find, restore
+from fedmpi.runs.checkpoint.save import Saver
 from fedmpi.runs.config import Checkpoint, Config
 
 FINGERPRINT = Fingerprint({"seed": 1, "threads": 1}, {"data": "d"})

@@ -14,7 +14,7 @@ from run_folders import save
 from fedmpi.cluster import arrays, submit
 from fedmpi.commands import main
 from fedmpi.runs.build import prepare
-from fedmpi.runs.checkpoint import sealed
+from fedmpi.runs.checkpoint.format import sealed
 from fedmpi.runs.options import parse
 from fedmpi.runs.rank import Rank
 

@@ -30,7 +30,8 @@ from fedmpi.runs.aliases import (
     squeezed,
 )
 from fedmpi.runs.build import prepare
-from fedmpi.runs.checkpoint import Fingerprint, compare
+from fedmpi.runs.checkpoint.format import Fingerprint
+from fedmpi.runs.checkpoint.load import compare
 from fedmpi.runs.config import Config, Local, Server, Skew
 from fedmpi.runs.options import from_values, parse
 

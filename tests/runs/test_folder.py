@@ -22,7 +22,7 @@ from shell import ALONE, sandbox, settings_of, train
 from fedmpi.comm.env import Place
 from fedmpi.errors import UserError
 from fedmpi.runs import folder
-from fedmpi.runs.checkpoint import rounds_in
+from fedmpi.runs.checkpoint.format import rounds_in
 
 OWNER = """
 import os, sys, time

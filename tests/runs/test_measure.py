@@ -44,7 +44,8 @@ from fedmpi.models import find_model, make_model
 from fedmpi.rounds import Report, State
 from fedmpi.runs import run
 from fedmpi.runs.build import load_data, plan_of, prepare
-from fedmpi.runs.checkpoint import Progress, Saver
+from fedmpi.runs.checkpoint.format import Progress
+from fedmpi.runs.checkpoint.save import Saver
 from fedmpi.runs.config import Checkpoint, Config, Eval, Meta, Skew
 from fedmpi.runs.log import Log, line, record, report_of
 from fedmpi.runs.measures import measure_names

@@ -23,7 +23,8 @@ from fedmpi.data.store import Source
 from fedmpi.errors import CommonError, RunError, UserError
 from fedmpi.runs import folder
 from fedmpi.runs.build import prepare
-from fedmpi.runs.checkpoint import File, format, rounds_in, save
+from fedmpi.runs.checkpoint import format, save
+from fedmpi.runs.checkpoint.format import File, rounds_in
 from fedmpi.runs.config import Checkpoint, Config
 from fedmpi.runs.run import run
 from fedmpi.runs.stop import Stopped

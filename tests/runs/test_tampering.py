@@ -25,7 +25,8 @@ from fedmpi.errors import FileError, UserError
 from fedmpi.rounds import Report, State
 from fedmpi.runs import folder, rank, schema
 from fedmpi.runs.build import prepare
-from fedmpi.runs.checkpoint import Progress, Saver, sealed
+from fedmpi.runs.checkpoint.format import Progress, sealed
+from fedmpi.runs.checkpoint.save import Saver
 from fedmpi.runs.config import Checkpoint
 from fedmpi.runs.log import Log
 from fedmpi.runs.metrics import history, lacking, read_lines

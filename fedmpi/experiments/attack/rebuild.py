@@ -23,7 +23,7 @@ from ...data import DATASETS, Data, Ints, Partition
 from ...errors import FileError, UserError, one_line, reason
 from ...models import MODELS, find_model, make_model
 from ...runs.build import USUAL, Overrides, few_samples, load_data, try_model
-from ...runs.checkpoint import digest
+from ...runs.checkpoint.format import digest
 from ...runs.config import Config
 from ...runs.folder import FINISHED, MODEL
 from ...runs.options import from_values

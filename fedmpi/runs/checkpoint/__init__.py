@@ -8,35 +8,3 @@
 
 `format` has these files and their records, `save` writes them, `load` finds and reads the newest sound checkpoint.
 """
-
-from .format import (
-    MANIFEST,
-    File,
-    Fingerprint,
-    FoundCheckpoint,
-    Progress,
-    digest,
-    read_manifest,
-    read_sealed,
-    rounds_in,
-    sealed,
-)
-from .load import compare, find, restore
-from .save import Saver
-
-__all__ = [
-    "MANIFEST",
-    "File",
-    "Fingerprint",
-    "FoundCheckpoint",
-    "Progress",
-    "Saver",
-    "compare",
-    "digest",
-    "find",
-    "read_manifest",
-    "read_sealed",
-    "restore",
-    "rounds_in",
-    "sealed",
-]

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from ... import __version__
 from ...errors import UserError
 from .. import folder
-from ..schema import Damaged, FileRecord, Manifest, Part, checked, load, opened, parse
+from ..schema import Damaged, Manifest, Part, checked, load, opened, parse
 
 FORMAT = 1  # of the files: raise it with a change that an older fedmpi cannot read
 MANIFEST, CLIENTS = "manifest.json", "clients"
@@ -52,39 +52,43 @@ Placed = tuple[Path, File]
 
 @dataclass(frozen=True)
 class Progress:
-    """The results of a run so far, next to its state."""
+    """The results of a run so far: the best test metric, and the last round's record, as in metrics.jsonl."""
 
     best: float | None = None
-    """the best test metric"""
     last: Mapping[str, Any] | None = None
-    """the last round's record, as in metrics.jsonl"""
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What a checkpoint and the run that resumes from it must have in common."""
+    """What a checkpoint and the run that resumes from it must have in common: every knob by its dotted name, and the
+    SHA-256 of the data set with its split, the model and the rules, by these names."""
 
     config: Mapping[str, Any]
-    """every knob, by its dotted name"""
     prints: Mapping[str, str]
-    """SHA-256 of the data set with its split, the model and the rules, by these names"""
 
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A sound checkpoint."""
+    """A sound checkpoint. `memories` are oldest first: the last file that has a client counts."""
 
-    round: int
-    ranks: int
     about: Manifest
-    slices: tuple[Path, ...]
-    memories: tuple[Path, ...]
-    """oldest first: the last file that has a client counts"""
+    slices: Sequence[Path]
+    memories: Sequence[Path]
 
     @property
-    def progress(self) -> Progress:
-        """Return the results up to the checkpoint."""
-        return Progress(self.about["best"], self.about["last"])
+    def round(self) -> int:
+        """Return the round that it was saved after."""
+        return self.about["round"]
+
+    @property
+    def ranks(self) -> int:
+        """Return how many ranks have saved it."""
+        return self.about["ranks"]
+
+
+def sha256(content: bytes) -> str:
+    """Return the SHA-256 of bytes."""
+    return hashlib.sha256(content).hexdigest()
 
 
 def digest(path: Path) -> str:
@@ -98,8 +102,8 @@ def digest(path: Path) -> str:
 
 def sealed(about: Mapping[str, Any]) -> str:
     """Return a manifest as text, with a SHA-256 of the rest in it."""
-    body = json.dumps(about, sort_keys=True)
-    return json.dumps({**about, "sha256": hashlib.sha256(body.encode()).hexdigest()}, sort_keys=True) + "\n"
+    sha = sha256(json.dumps(about, sort_keys=True).encode())
+    return json.dumps({**about, "sha256": sha}, sort_keys=True) + "\n"
 
 
 def read_sealed(path: Path) -> Manifest:
@@ -109,7 +113,7 @@ def read_sealed(path: Path) -> Manifest:
     if not isinstance(about, dict):
         raise Damaged(path, "is no manifest")
     sha = about.pop("sha256", None)
-    if hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest() != sha:
+    if sha256(json.dumps(about, sort_keys=True).encode()) != sha:
         raise Damaged(path, "does not match its SHA-256")
     if isinstance(about.get("format"), int) and about["format"] > FORMAT:
         raise UserError(
@@ -130,26 +134,20 @@ def read_manifest(path: Path) -> tuple[Manifest, list[Placed]]:
     for rank, sha in enumerate(about["parts"]):
         list_path = path / f"part-{rank}.json"
         raw = load_file(list_path)
-        if hashlib.sha256(raw).hexdigest() != sha:
+        if sha256(raw) != sha:
             raise Damaged(list_path, "does not match its SHA-256")
         part = checked(list_path, parse(list_path, raw), Part)
-        files.append((path, as_file(part["slice"])))
-        files += [(path.parent / CLIENTS, as_file(record)) for record in part["clients"]]
+        records = [(path, part["slice"]), *((path.parent / CLIENTS, one) for one in part["clients"])]
+        files += [(base, File(one["name"], one["sha256"], one["bytes"])) for base, one in records]
     return about, files
 
 
 def load_file(path: Path) -> bytes:
-    """Return the content of a small file; a missing one is `Damaged`. An OSError says that it cannot be read right
-    now."""
+    """Return the content of a small file; a missing one is `Damaged`."""
     try:
         return load(path)
     except MISSING:
         raise Damaged(path, "is missing") from None
-
-
-def as_file(record: FileRecord) -> File:
-    """Return the file that a record describes."""
-    return File(record["name"], record["sha256"], record["bytes"])
 
 
 def rounds_in(base: Path) -> list[int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from ...rounds import State
 from .. import folder
 from ..config import FREE
 from ..schema import Damaged, Manifest
-from .format import CLIENTS, Fingerprint, FoundCheckpoint, Placed, read_manifest, rounds_in, set_aside
+from .format import CLIENTS, Fingerprint, FoundCheckpoint, read_manifest, rounds_in, set_aside
 
 log = logging.getLogger("fedmpi")
 
@@ -45,8 +45,11 @@ def find(out: Path, fingerprint: Fingerprint, comm: Comm, force: bool) -> FoundC
             try:
                 about, files = read_manifest(path)
                 changes = compare(out, about, fingerprint, force)
-                found = describe(path, about, files)
-                damage = first_damage(files[comm.rank :: comm.size], about)
+                slices = [base / file.name for base, file in files if base == path]
+                found = FoundCheckpoint(about, slices, [base / file.name for base, file in files if base != path])
+                mine = files[comm.rank :: comm.size]
+                damages = (file.damage(base) or tensor_damage(base / file.name, about) for base, file in mine)
+                damage = next(filter(None, damages), "")
             except Damaged as error:
                 damage = error.what
             except OSError as error:
@@ -55,8 +58,11 @@ def find(out: Path, fingerprint: Fingerprint, comm: Comm, force: bool) -> FoundC
             raise CommonError(f"{unreadable}; nothing was changed: see to that and start the same command again")
         damage = common_trouble(comm, damage)
         if found is not None and not damage:
-            if comm.rank == 0:
-                log_differences(found, changes)
+            saved = found.about["torch"]
+            if comm.rank == 0 and changes:
+                log.warning("resuming with changed settings: %s", changes)
+            if comm.rank == 0 and saved != torch.__version__:
+                log.warning("saved with torch %s, this is %s: bits may differ from here on", saved, torch.__version__)
             return found
         if comm.rank == 0:
             log.warning("the checkpoint of round %d is damaged: %s; looking for an older one", round, damage)
@@ -71,7 +77,11 @@ def share_rounds(base: Path, comm: Comm) -> list[int]:
     rounds = torch.zeros(1 << 10, dtype=torch.int64)  # more than anybody keeps
     with agreed(comm):
         if comm.rank == 0:
-            check_base(base)
+            if base.is_symlink() and not base.is_dir():  # its disk may not be mounted right now
+                raise FileError(f"{base} is a link to no folder; see to that and start the same command again")
+            if base.exists() and not base.is_dir():
+                log.warning("%s is no folder: starting over; it is kept next to it", base)
+                set_aside(base)
             found = rounds_in(base)[: len(rounds)]
             rounds[: len(found)] = torch.tensor(found, dtype=torch.int64)
     comm.broadcast(rounds)
@@ -79,27 +89,6 @@ def share_rounds(base: Path, comm: Comm) -> list[int]:
         if rounds[0] and not base.is_dir():  # none of its checkpoints is damaged: they must not be removed
             raise UserError(f"{base} is not seen here; put the run folder where all nodes see it")
     return [round for round in rounds.tolist() if round]
-
-
-def check_base(base: Path) -> None:
-    """Move a file away that is in the place of the checkpoints' folder. A dangling link is a `FileError`: its disk may
-    not be mounted right now."""
-    if base.is_symlink() and not base.is_dir():
-        raise FileError(f"{base} is a link to no folder; see to that and start the same command again")
-    if base.exists() and not base.is_dir():
-        log.warning("%s is no folder: starting over; it is kept next to it", base)
-        set_aside(base)
-
-
-def first_damage(files: Sequence[Placed], about: Manifest) -> str:
-    """Return what is wrong with the first damaged one of these files, '' if all are sound."""
-    for base, file in files:
-        if damage := file.damage(base):
-            return damage
-    for base, file in files:
-        if damage := tensor_damage(base / file.name, about):
-            return damage
-    return ""
 
 
 def tensor_damage(path: Path, about: Manifest) -> str:
@@ -114,17 +103,6 @@ def tensor_damage(path: Path, about: Manifest) -> str:
         return "" if odd is None else f"{path.name} has '{odd}', which is no client"
     missing = sorted(set(about["vectors"]) - names)
     return f"{path.name} has no '{missing[0]}'" if missing else ""
-
-
-def describe(path: Path, about: Manifest, files: Sequence[Placed]) -> FoundCheckpoint:
-    """Return the checkpoint that a manifest describes."""
-    return FoundCheckpoint(
-        round=about["round"],
-        ranks=about["ranks"],
-        about=about,
-        slices=tuple(base / file.name for base, file in files if base == path),
-        memories=tuple(base / file.name for base, file in files if base != path),
-    )
 
 
 def compare(out: Path, about: Manifest, fingerprint: Fingerprint, force: bool) -> str:
@@ -149,15 +127,6 @@ def compare(out: Path, about: Manifest, fingerprint: Fingerprint, force: bool) -
             why = " (or another --step.layout of it)"
         raise UserError(f"{out} holds an unfinished run with another {' and '.join(prints)}{why}; {way_out}")
     return changes
-
-
-def log_differences(found: FoundCheckpoint, changes: str) -> None:
-    """Warn of settings and of a torch version that differ from those of the checkpoint."""
-    if changes:
-        log.warning("resuming with changed settings: %s", changes)
-    saved = found.about["torch"]
-    if saved != torch.__version__:
-        log.warning("saved with torch %s, this is %s: bits may differ from here on", saved, torch.__version__)
 
 
 def restore(found: FoundCheckpoint, start: State, length: int, comm: Comm) -> State:

@@ -21,7 +21,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import safetensors
@@ -69,25 +68,11 @@ class MemoryFile:
     """the clients whose newest memory it has"""
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """One rank's part of the state at the end of a round: copies of its slices, and the rows that have changed."""
-
-    round: int
-    slices: dict[str, Tensor]
-    rows: dict[int, Tensor]
-
-
 class Saver:
     """Saves a run's state as it trains. Every rank has one and calls it at the same points."""
 
     def __init__(
-        self,
-        out: Path | None,
-        knobs: Checkpoint,
-        fingerprint: Fingerprint,
-        comm: Comm,
-        found: FoundCheckpoint | None,
+        self, out: Path | None, knobs: Checkpoint, fingerprint: Fingerprint, comm: Comm, found: FoundCheckpoint | None
     ) -> None:
         self.comm, self.knobs, self.fingerprint = comm, knobs, fingerprint
         self.out = None if out is None or not knobs.keep else out
@@ -131,9 +116,7 @@ class Saver:
     def __enter__(self) -> Saver:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and self.sealing is not None:
             wait([self.sealing], timeout=SEAL_SECONDS)
         # After an error the rank must report it, not wait for its disk.
@@ -174,7 +157,8 @@ class Saver:
         vectors = state.vectors(self.comm)
         for name, vector in vectors.items():  # into the same buffers: page faults on fresh memory cost more than a copy
             self.copies.setdefault(name, torch.empty(vector.shape)).copy_(vector)
-        rows = state.memory.pin(self._scattered())
+        scattered = {cid for one in self.memories if len(one.live) < LIVE_SHARE * one.rows for cid in one.live}
+        rows = state.memory.pin(scattered)
         self.about = {
             "format": FORMAT,
             "fedmpi": __version__,
@@ -192,28 +176,25 @@ class Saver:
         self.writing = self.last = state.round
         self.last_time = time.monotonic()
         self.memory = state.memory
-        self.mine = self.thread.submit(self._write_part, Snapshot(state.round, self.copies, rows))
-
-    def _scattered(self) -> set[int]:
-        """Return the clients in files of which little is still valid."""
-        return {cid for one in self.memories if len(one.live) < LIVE_SHARE * one.rows for cid in one.live}
+        self.mine = self.thread.submit(self._write_part, state.round, rows)
 
     def _aside(self, round: int) -> Path:
         return self.base / f".round-{round}-{self.token}"
 
-    def _write_part(self, shot: Snapshot) -> str:
-        """Write this rank's files and their list, in the thread; return the SHA-256 of the list."""
+    def _write_part(self, round: int, rows: dict[int, Tensor]) -> str:
+        """Write the copies of this rank's slices, the memories that have changed, and a list of both, in the thread;
+        return the SHA-256 of the list."""
         rank, size = self.comm.rank, self.comm.size
-        aside = self._aside(shot.round)
+        aside = self._aside(round)
         aside.mkdir(mode=0o700, exist_ok=True)
-        own = write_tensors(shot.slices, aside / f"slice-{rank}-of-{size}.safetensors")
-        if shot.rows:
-            name = f"round-{shot.round}-{rank}-of-{size}-{self.token}.safetensors"
-            file = write_tensors({str(cid): row for cid, row in shot.rows.items()}, self.base / CLIENTS / name)
+        own = write_tensors(self.copies, aside / f"slice-{rank}-of-{size}.safetensors")
+        if rows:
+            name = f"round-{round}-{rank}-of-{size}-{self.token}.safetensors"
+            file = write_tensors({str(cid): row for cid, row in rows.items()}, self.base / CLIENTS / name)
             for one in self.memories:
-                one.live -= shot.rows.keys()
+                one.live -= rows.keys()
             self.memories = [one for one in self.memories if one.live]
-            self.memories.append(MemoryFile(file, len(shot.rows), set(shot.rows)))
+            self.memories.append(MemoryFile(file, len(rows), set(rows)))
         part = {"slice": vars(own), "clients": [vars(one.file) for one in self.memories]}
         path = aside / f"part-{rank}.json"
         folder.write(path, json.dumps(part))
