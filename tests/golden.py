@@ -33,7 +33,7 @@ HELD_OUT = 9  # of the 20 samples of client 4, where an algorithm has a meta set
 ROUNDS, COHORT = 10, 5
 TAU = 0.7  # of five clients four must agree: gma then scales by 1/5 and 3/5, which `and` drops
 
-# Rates at which ten rounds of the small federation move, and at which what tells an algorithm from FedAvg is seen.
+# Rates at which ten rounds of the small federation move, and at which the difference from FedAvg is visible.
 LOCAL = Local(lr=0.01, batch=4, mu=2.0)
 SERVERS = {"fedgma2021": Server(lr=0.1), "uga": Server(lr=0.1), "fedmeta-uga": Server(lr=0.1)}
 

@@ -36,9 +36,9 @@ def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
-def wait_for(what: Callable[[], object], seconds: float = 120, told: Callable[[], object] = str) -> None:
+def wait_for(what: Callable[[], object], seconds: float = 120, on_timeout: Callable[[], object] = str) -> None:
     """Return when something is so; an error with what there is to tell where it does not come to that."""
     deadline = time.monotonic() + seconds
     while not what():
-        assert time.monotonic() < deadline, told()
+        assert time.monotonic() < deadline, on_timeout()
         time.sleep(0.05)

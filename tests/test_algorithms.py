@@ -128,7 +128,7 @@ def test_and_keeps_it_where_tau_is_a_third_by_hand() -> None:
     assert hand("fedavg", mask="and", tau=1 / 3).w == [1.5625, 0.71875]
 
 
-def test_sand_looks_at_the_sizes_by_hand() -> None:
+def test_sand_compares_the_sizes_by_hand() -> None:
     # tau 1/4, sharpness 1/8. First parameter: mean 9/16, mean square 1/8 + 3/32 + 1/8 = 11/32,
     #   r = (11/32 - 81/256) / (11/32) = 7/88, mask tanh(3/4 / 8 * 88/7) = tanh(33/28) = 0.82700062
     # Second: mean -9/32, mean square 1/8 + 3/128 + 1/8 = 35/128, r = (35/128 - 81/1024) / (35/128) = 199/280,
@@ -172,7 +172,7 @@ def test_fedprox_by_hand() -> None:
     # mean (3/8 + 15/64 + 3/16, -5/16 + 9/64 - 3/16) = (51/64, -23/64)
     end = hand("fedprox", replace(TWO_STEPS, mu=1.0))
     assert end.w == [1.796875, 0.640625]
-    # The loss that is told is that of the samples, without the pull: that of FedAvg.
+    # The reported loss is that of the samples, without the pull: that of FedAvg.
     assert end.reports[0].train_loss == hand("fedavg", TWO_STEPS).reports[0].train_loss
 
 
@@ -493,11 +493,11 @@ def test_fedprox_with_mu_zero_is_fedavg_in_bits(mask: str) -> None:
 @pytest.mark.parametrize("option", ["I", "II"])
 def test_scaffolds_first_round_is_fedavgs_in_bits_and_its_second_is_not(mask: str, option: str) -> None:
     for count, same in ((1, True), (2, False)):
-        scaffold, told = train_on(2, ask("scaffold", mask, count, local=replace(LOCAL, option=option)))
+        scaffold, shown = train_on(2, ask("scaffold", mask, count, local=replace(LOCAL, option=option)))
         avg, also = train_on(2, ask("fedavg", mask, count, local=LOCAL))
         assert (bits(scaffold[0].model_N) == bits(avg[0].model_N)) is same
-        told, also = ([replace(one, client_bytes_up=0, client_bytes_down=0) for one in some] for some in (told, also))
-        assert (told == also) is same, "option I's look at the gradient leaves no trace in the loss"
+        shown, also = ([replace(one, client_bytes_up=0, client_bytes_down=0) for one in some] for some in (shown, also))
+        assert (shown == also) is same, "option I's look at the gradient leaves no trace in the loss"
 
 
 def test_fednova_with_equal_work_is_fedavg_up_to_rounding() -> None:
@@ -517,10 +517,10 @@ def test_fedavgm_without_momentum_is_fedavg_in_bits(mask: str) -> None:
 
 def test_uga_with_one_epoch_is_one_full_batch_step_of_fedavg_up_to_rounding() -> None:
     whole = Local(lr=0.3, epochs=1, batch=64, momentum=0.0)
-    uga_states, told = train_on(2, ask("uga", "mean", 3, local=replace(whole, lr=0.05), server=Server(lr=0.3)))
+    uga_states, shown = train_on(2, ask("uga", "mean", 3, local=replace(whole, lr=0.05), server=Server(lr=0.3)))
     avg_states, also = train_on(2, ask("fedavg", "mean", 3, local=whole))
     assert torch.allclose(uga_states[0].model_N, avg_states[0].model_N, atol=1e-5)
-    assert [r.train_loss for r in told] == pytest.approx([r.train_loss for r in also], rel=1e-5)
+    assert [r.train_loss for r in shown] == pytest.approx([r.train_loss for r in also], rel=1e-5)
     assert uga_states[0].ints.tolist() == avg_states[0].ints.tolist() == [3]
 
 
@@ -550,10 +550,10 @@ def test_uga_is_torchs_derivative_through_the_steps_of_a_real_model_up_to_roundi
 def test_ugas_way_back_leaves_no_trace_however_little_of_the_way_is_kept() -> None:
     """BatchNorm has seen as many batches as in two epochs of FedAvg, and steps that are taken again count once."""
     asked = ask("uga", rounds=2, local=LOCAL)
-    states, told = train_on(2, asked)
+    states, shown = train_on(2, asked)
     assert states[0].ints.tolist() == train_on(2, ask("fedavg", rounds=2, local=LOCAL))[0][0].ints.tolist()
     again, also = train_on(2, asked, local=uga(Descent(LOCAL.lr), trace_bytes=0))
-    assert bits(again[0].model_N) == bits(states[0].model_N) and also == told
+    assert bits(again[0].model_N) == bits(states[0].model_N) and also == shown
     assert again[0].ints.tolist() == states[0].ints.tolist()
 
 
@@ -580,10 +580,10 @@ def test_the_first_fedgma_with_a_servers_rate_of_zero_is_fedavg_in_bits(gradient
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_tau_zero_is_the_mean_in_bits(name: str) -> None:
-    mean, told = train_on(2, ask(name, "mean", 2))
+    mean, shown = train_on(2, ask(name, "mean", 2))
     for mask in ("gma", "and"):
         masked, also = train_on(2, ask(name, mask, 2, tau=0.0))
-        assert bits(masked[0].model_N) == bits(mean[0].model_N) and told == also
+        assert bits(masked[0].model_N) == bits(mean[0].model_N) and shown == also
         assert bits(model_of(ask(name, mask, 2))) != bits(mean[0].model_N), "there is something to mask"
 
 
@@ -593,9 +593,9 @@ def test_sand_keeps_all_of_what_everyone_sends_alike() -> None:
         return LocalResult(job.delta_P)
 
     outcomes = [federate(2, algorithm(mask, tau=0.9, local=LocalRule(alike))) for mask in ("sand", "mean")]
-    (sand, told), (mean, _) = outcomes
+    (sand, shown), (mean, _) = outcomes
     assert bits(sand[0].model_N) == bits(mean[0].model_N)
-    assert all(report.kept == 1 and report.agreement == 1 for report in told)
+    assert all(report.kept == 1 and report.agreement == 1 for report in shown)
 
 
 def test_adam_without_memory_steps_by_the_sign_of_the_mean_up_to_rounding() -> None:

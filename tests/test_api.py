@@ -76,7 +76,7 @@ def train(model: Any, data: Any, test: Any = TEST, **changes: Any) -> Result:
 
 
 def refused(model: Any, data: Any, test: Any = TEST, **changes: Any) -> str:
-    """The sentence with which a call is refused."""
+    """The error message of a refused call."""
     with pytest.raises(UserError) as caught:
         train(model, data, test, **changes)
     return str(caught.value)
@@ -426,7 +426,7 @@ WRONG_KNOBS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG_KNOBS)
-def test_a_wrong_knob_is_refused_in_a_sentence(case: str) -> None:
+def test_a_wrong_knob_is_a_one_line_error(case: str) -> None:
     knobs, said = WRONG_KNOBS[case]
     assert refused(linear(), pairs(), **knobs).startswith(said)
 
@@ -498,7 +498,7 @@ WRONG_DATA: dict[str, tuple[Any, Any, str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG_DATA)
-def test_wrong_data_are_refused_in_a_sentence(case: str) -> None:
+def test_wrong_data_are_a_one_line_error(case: str) -> None:
     data, test, said = WRONG_DATA[case]
     assert refused(linear(), data, test).startswith(said)
 
@@ -516,7 +516,7 @@ WRONG_MODELS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG_MODELS)
-def test_a_wrong_model_is_refused_in_a_sentence(case: str) -> None:
+def test_a_wrong_model_is_a_one_line_error(case: str) -> None:
     model, said = WRONG_MODELS[case]
     assert refused(model, pairs()).startswith(said)
 
@@ -736,16 +736,16 @@ import test_api as t
 from fedmpi.errors import UserError
 
 out, rank = sys.argv[1], int(os.environ["RANK"])
-told = t.calls(rank, out)
+shown = t.calls(rank, out)
 wrong = t.linear(features=5), t.linear(features=4 + rank), t.linear()  # on both ranks, on one, on one before it begins
 for model, tau in zip(wrong, (0, 0, 2 * rank)):
     try:
         t.train(model, t.pairs(), mask="gma", tau=tau)
     except UserError as error:
-        told.append(str(error))
-told.append(t.numbers(t.train("logistic", t.pairs())))  # and on they go
+        shown.append(str(error))
+shown.append(t.numbers(t.train("logistic", t.pairs())))  # and on they go
 with open(f"{out}-{rank}.json", "w") as file:
-    json.dump(told, file)
+    json.dump(shown, file)
 """
 
 
@@ -772,15 +772,15 @@ def test_two_ranks_give_the_same_bits_as_one_and_raise_the_same(tmp_path: Path) 
     command = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node=2", "ranks.py", str(tmp_path / "run")]
     done = subprocess.run(command, cwd=tmp_path, env=rank_environment(), capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
-    told = [json.loads((tmp_path / f"run-{rank}.json").read_text()) for rank in (0, 1)]
-    assert told[0] == told[1]
-    assert told[0][:3] == calls(0, None), "rank 0's weights count"
-    assert [said.partition(" of ")[0] for said in told[0][3:6]] == [
+    shown = [json.loads((tmp_path / f"run-{rank}.json").read_text()) for rank in (0, 1)]
+    assert shown[0] == shown[1]
+    assert shown[0][:3] == calls(0, None), "rank 0's weights count"
+    assert [said.partition(" of ")[0] for said in shown[0][3:6]] == [
         "rank 0: model 'Linear' raised RuntimeError for samples [2, 4]",
         "rank 1: model 'Linear' raised RuntimeError for samples [2, 4]",
         "rank 1: --tau is 2.0; it must be in [0, 1]",
     ]
-    assert told[0][6:] == [numbers(train("logistic", pairs()))]
+    assert shown[0][6:] == [numbers(train("logistic", pairs()))]
     assert (tmp_path / "run" / "finished.json").exists() and done.stdout == ""
 
 

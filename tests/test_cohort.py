@@ -340,13 +340,13 @@ def test_shares_at_the_edges(text: str, share: float) -> None:
         "stragglers:0.5,0.9,0.1",
     ],
 )
-def test_shares_that_are_none_are_told_the_range(text: str) -> None:
+def test_invalid_shares_are_refused_with_the_range(text: str) -> None:
     with pytest.raises(UserError) as caught:
         make_share(text)
     assert str(caught.value) == f"--local.work is '{text}'; it needs 0 < low <= high <= 1, and a part in [0, 1]"
 
 
-def test_an_unknown_distribution_is_told_all_there_are() -> None:
+def test_the_error_of_an_unknown_distribution_lists_all() -> None:
     known = "known: full, uniform:low,high, stragglers:part,low,high"
     for text, hint in (("unifrom:0.1,1", "did you mean 'uniform:low,high'? "), ("normal:1,2", "")):
         with pytest.raises(UserError) as caught:
@@ -354,7 +354,7 @@ def test_an_unknown_distribution_is_told_all_there_are() -> None:
         assert str(caught.value) == f"unknown --local.work '{text}'; {hint}{known}"
 
 
-def test_a_distribution_without_its_numbers_is_told_the_form() -> None:
+def test_a_distribution_without_parameters_is_refused_with_its_form() -> None:
     with pytest.raises(UserError) as caught:
         make_share("stragglers:0.5")
     assert str(caught.value) == "--local.work is 'stragglers:0.5'; write it as stragglers:part,low,high, with numbers"

@@ -71,9 +71,7 @@ def made_up(folder: Path, body: str) -> dict[str, str]:
     return rank_environment() | {"PYTHONPATH": str(folder)}
 
 
-def test_a_torchvision_that_does_not_fit_is_found_with_the_fix(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_torchvision_that_does_not_fit_is_found_with_the_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     environ = made_up(tmp_path, "raise RuntimeError('operator torchvision::nms does not exist')\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "torchvision", raising=False)

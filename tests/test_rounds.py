@@ -162,7 +162,7 @@ def test_tiles_of_a_slice_move_with_their_own_moments(server: str, monkeypatch: 
         assert torch.equal(moment, tiles[0].moments[name])
 
 
-def test_a_rule_is_told_the_number_of_the_round() -> None:
+def test_a_rule_gets_the_number_of_the_round() -> None:
     """Bias correction: in round t = 1 Adam of torch moves every element that moved by lr, whatever its size."""
     states, _ = federate(2, algorithm("mean", "adam", lr=0.1, variant="torch"), plan(rounds=1))
     want, _, start_N = by_hand("mean", 0.0)

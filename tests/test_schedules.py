@@ -182,7 +182,7 @@ def test_an_unknown_schedule_names_all_there_are(schedule: str, opening: str) ->
 
 
 @pytest.mark.parametrize("schedule", ["warmpu:3+cosine", "warm:3", "cosine+warmup:3", "warmups:3+cosine"])
-def test_who_means_a_warm_up_is_told_how_to_write_it(schedule: str) -> None:
+def test_the_error_shows_how_to_write_a_warm_up(schedule: str) -> None:
     assert "warmup:rounds" in refusal(schedule)
 
 
@@ -268,6 +268,6 @@ def test_a_number_that_may_be_left_out_must_still_be_one(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["none:", "none:1"])
-def test_a_name_that_takes_no_numbers_is_not_told_to_bring_some(text: str) -> None:
+def test_the_error_of_a_name_without_numbers_asks_for_none(text: str) -> None:
     assert spec_refusal(text).startswith(f"--knob is '{text}'; write it as none")
     assert "with numbers" not in spec_refusal(text)

@@ -1,6 +1,6 @@
 """Write fedmpi/runs/typed.py, the knobs of `fedmpi.train` for type checkers and editors, from the fields of `Config`:
 
-    python -m tests.typed
+python -m tests.typed
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ def test_float_squares_are_weighted_by_whole_numbers() -> None:
     assert sums.squares.mine[0].tolist() == [0.4375, 28.0]  # 0.25 + 3 * 0.0625, 1 + 3 * 9
 
 
-def test_a_small_delta_is_still_seen_in_the_squares() -> None:
+def test_a_small_delta_still_counts_in_the_squares() -> None:
     sums = Accumulator(SoloComm(), 1, 10, "exact", squares=1)
     sums.add(torch.tensor([1e-7]), 1)
     assert sums.squares.mine[0].item() / 2**53 == pytest.approx(1e-14, rel=0.01)

@@ -134,12 +134,12 @@ def test_none_is_nothing_to_do(text: str) -> None:
     assert make_augment(text) is None
 
 
-def test_none_beside_a_step_leaves_the_step() -> None:
+def test_a_none_after_a_step_keeps_the_step() -> None:
     assert torch.equal(augmented("none+flip", many()), augmented("flip", many()))
 
 
 @pytest.mark.parametrize(
-    ("text", "sentence"),
+    ("text", "message"),
     [
         ("crop", "--augment is 'crop'; write it as crop:pixels, with numbers"),
         ("crop:", "--augment is 'crop:'; write it as crop:pixels"),
@@ -156,12 +156,12 @@ def test_none_beside_a_step_leaves_the_step() -> None:
         ("crop:4,flip", "--augment is 'crop:4,flip'; write it as crop:pixels"),
     ],
 )
-def test_a_text_that_means_nothing_is_told_in_a_sentence(text: str, sentence: str) -> None:
+def test_an_invalid_text_is_a_one_line_error(text: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         make_augment(text)
-    assert str(caught.value).startswith(sentence)
+    assert str(caught.value).startswith(message)
 
 
-def test_the_sentence_names_the_option_that_was_given() -> None:
+def test_the_error_names_the_option_that_was_given() -> None:
     with pytest.raises(UserError, match="^unknown augment of 'mine' 'crap'; did you mean 'crop:pixels'"):
         make_augment("crap", option="augment of 'mine'")

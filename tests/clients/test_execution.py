@@ -124,7 +124,7 @@ def test_a_layout_that_is_asked_for_is_taken(tmp_path: Path, layout: str, capsys
     assert f"step: {layout}, float32, gradient by hand\n" in capsys.readouterr().out
 
 
-def test_the_head_of_a_run_tells_the_path() -> None:
+def test_the_head_of_a_run_names_the_execution_mode() -> None:
     assert describe_step(Step("contiguous")) == "contiguous, float32"
     assert describe_step(Step("channels_last", "bf16", "default")) == "channels_last, bf16, compiled (default)"
     assert describe_step(Step("contiguous", together=4)) == "contiguous, float32, 4 clients at once"

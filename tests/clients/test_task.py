@@ -261,7 +261,7 @@ def test_a_delta_of_a_rules_own_memory_is_taken() -> None:
     assert torch.equal(trained.delta_N, own) and trained.result is result
 
 
-def test_buffers_travel_as_deltas_behind_and_counters_beside() -> None:
+def test_buffers_travel_as_deltas_and_counters_separately() -> None:
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(200, CLASSES))
     task = make_task(model)
     start_N, _ = task.start()
@@ -537,7 +537,7 @@ def test_a_score_counts_right_answers_and_sums_losses() -> None:
     )
 
 
-def test_training_goes_on_in_training_mode_after_a_score() -> None:
+def test_training_continues_in_training_mode_after_a_score() -> None:
     task = make_task(noisy())
     list(task.score([slice(0, 5)]))
     assert not task.model.training

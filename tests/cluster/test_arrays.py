@@ -212,7 +212,7 @@ def test_elements_of_an_array_live_and_die_each_for_itself(
     assert [len(lives[name]) for name in outs] == [2, 2, 2, 1, 2]
     for name in ("warned", "killed", "last"):
         assert [start["element"] for start in lives[name]] == [ids[name]] * 2
-        assert 0 < lives[name][1]["round"] < ROUNDS and lives[name][1]["restart"] == 1, "it went on from a checkpoint"
+        assert 0 < lives[name][1]["round"] < ROUNDS and lives[name][1]["restart"] == 1, "it resumed from a checkpoint"
         ended, *_ = lines(outs[name] / "lives.jsonl")
         assert (ended["element"], ended["again"], ended["round"]) == (ids[name], True, lives[name][1]["round"])
     assert lives["last"][0]["job"] == ids["last"] and lives["warned"][0]["job"].isdecimal()
@@ -239,7 +239,7 @@ def test_an_element_that_fails_shows_its_own_errors(here: Path, capsys: pytest.C
 
 @pytest.mark.launchers
 @pytest.mark.timeout(100)
-def test_what_is_refused_leaves_nothing_behind(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refused_call_leaves_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     home = here / "refused"
     runs = some_runs(home, "a b")
     nowhere = SubmitOptions(partition="nowhere")

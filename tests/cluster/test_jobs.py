@@ -187,7 +187,7 @@ def test_jobs_on_two_nodes_survive_whatever_happens_to_them(
         assert digest(Path(run)) == alone and state(run) == "finished"
         lives = starts(run)
         assert len(lives) == (1 if run == "mpi" else 2) and all(life["ranks"] == 2 for life in lives)
-        assert run == "mpi" or 0 < lives[1]["round"] < ROUNDS, "it went on from a checkpoint"
+        assert run == "mpi" or 0 < lives[1]["round"] < ROUNDS, "it resumed from a checkpoint"
     assert starts("mpi")[0]["comm"] == "mpi"
     assert [life["job"] for life in starts("warned")] == [jobs["warned"]] * 2
     first, *_ = Path("warned", "lives.jsonl").read_text().splitlines()  # Slurm may end one more before it has begun
@@ -222,7 +222,7 @@ until [ -e go ]; do sleep 0.1; done
 
 
 def test_a_cancelled_job_is_not_revived_by_its_own_script(cluster: None) -> None:
-    """Most scripts die when they are cancelled; this one lives on for Slurm's KillWait, long enough to ask."""
+    """Most scripts die when they are cancelled; this one survives for Slurm's KillWait, long enough to ask."""
     Path("stubborn.sh").write_text(STUBBORN.format(python=sys.executable))
     job = slurm("sbatch", "--parsable", "stubborn.sh").strip()
     until(Path("stubborn").exists, "a script")
@@ -241,7 +241,7 @@ def test_a_cancelled_job_is_not_revived_by_its_own_script(cluster: None) -> None
         (["--constraint", "moon"], "sbatch refused the job: Batch job submission failed: Invalid feature"),
     ],
 )
-def test_what_sbatch_refuses_is_one_sentence_and_leaves_nothing_behind(
+def test_a_refusal_by_sbatch_is_a_one_line_error_and_leaves_nothing(
     options: list[str], said: str, cluster: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["submit", *options, "--", *RUN, "refused"]) == 2
@@ -265,7 +265,7 @@ def test_mpi_needs_a_word_on_how_srun_starts_it(cluster: None, capsys: pytest.Ca
     assert not Path("refused").exists()
 
 
-def test_local_jobs_go_on_after_a_stop_and_a_kill_and_end_when_cancelled(
+def test_local_jobs_resume_after_a_stop_and_a_kill_and_end_when_cancelled(
     here: Path, alone: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two at once, each with two ranks; the command that submits returns while they run, and its output is closed."""

@@ -32,7 +32,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
 def started(script: str, *arguments: str, log: Path) -> Iterator[subprocess.Popen[str]]:
     """A script of launch/ that writes to a log; ended with its ranks where it has not ended by itself."""
     if script == "mpirun":
-        need("mpi", (BIN / "mpiexec").exists(), "no MPI beside this Python: pip install mpich")
+        need("mpi", (BIN / "mpiexec").exists(), "no MPI next to this Python: pip install mpich")
     command = ["bash", str(REPO / "launch" / f"{script}.sh"), *arguments]
     with open(log, "a") as file:
         process = subprocess.Popen(
@@ -66,11 +66,13 @@ def test_a_dead_rank_is_started_again_and_a_signal_stops_in_good_order(script: s
         return len(lines(out / "starts.jsonl"))
 
     with started(*command, log=log) as process:
-        wait_for((out / "checkpoints" / "round-20").exists, told=log.read_text)
+        wait_for((out / "checkpoints" / "round-20").exists, on_timeout=log.read_text)
         os.kill(json.loads((out / "lock").read_text())["pid"], signal.SIGKILL)
-        wait_for(lambda: lives() == 2 or process.poll() is not None, told=log.read_text)
+        wait_for(lambda: lives() == 2 or process.poll() is not None, on_timeout=log.read_text)
         rounds = len(lines(out / "metrics.jsonl"))
-        wait_for(lambda: len(lines(out / "metrics.jsonl")) > rounds or process.poll() is not None, told=log.read_text)
+        wait_for(
+            lambda: len(lines(out / "metrics.jsonl")) > rounds or process.poll() is not None, on_timeout=log.read_text
+        )
         process.send_signal(signal.SIGUSR2)
         assert process.wait(120) == 75, log.read_text()
     stopped = json.loads((out / "stopped.json").read_text())["round"]
@@ -83,7 +85,7 @@ def test_a_dead_rank_is_started_again_and_a_signal_stops_in_good_order(script: s
     assert digest(out) == alone
 
 
-def test_torchrun_tells_a_mistake_once_and_does_not_try_again(tmp_path: Path) -> None:
+def test_torchrun_prints_a_mistake_once_and_does_not_retry(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with started("torchrun", *SMALL, "--tau", "3", "--out", str(tmp_path / "run"), log=log) as process:
         assert process.wait(100) == 2, log.read_text()
@@ -95,11 +97,11 @@ def test_a_second_interrupt_ends_ranks_in_the_middle_of_a_round(tmp_path: Path) 
     out, log = tmp_path / "run", tmp_path / "log"
     endless = [*LONG, "--local.steps", "1000000"]
     with started("torchrun", *endless, "--out", str(out), log=log) as process:
-        wait_for(lambda: lines(out / "starts.jsonl"), told=log.read_text)
+        wait_for(lambda: lines(out / "starts.jsonl"), on_timeout=log.read_text)
         rank = json.loads((out / "lock").read_text())["pid"]
         time.sleep(1)  # the first client's endless round has begun
         process.send_signal(signal.SIGINT)
-        wait_for(lambda: "Ctrl-C again ends it at once" in log.read_text(), told=log.read_text)
+        wait_for(lambda: "Ctrl-C again ends it at once" in log.read_text(), on_timeout=log.read_text)
         time.sleep(1.5)  # within a second it would be the same press
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130, log.read_text()
@@ -108,7 +110,7 @@ def test_a_second_interrupt_ends_ranks_in_the_middle_of_a_round(tmp_path: Path) 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("arguments", [["--max-restarts", "some"], ["2", "--max-restarts"], ["--max-restarts=-1"]])
-def test_a_wrong_number_of_restarts_is_one_sentence(script: str, arguments: list[str], tmp_path: Path) -> None:
+def test_a_wrong_number_of_restarts_is_a_one_line_error(script: str, arguments: list[str], tmp_path: Path) -> None:
     with started(script, *arguments, log=tmp_path / "log") as process:
         assert process.wait(20) == 2
     (said,) = (tmp_path / "log").read_text().splitlines()

@@ -49,7 +49,7 @@ def test_the_options_of_the_launcher_are_taken_out_of_a_command_line() -> None:
         ("--ranks", "--ranks"),
     ],
 )
-def test_a_wrong_option_of_the_launcher_is_one_sentence(
+def test_a_wrong_option_of_the_launcher_is_a_one_line_error(
     options: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["train", *options.split()]) == 2
@@ -126,7 +126,7 @@ def processes(mark: str) -> list[int]:
 
 @pytest.mark.launchers
 @pytest.mark.timeout(120)
-def test_a_mistake_is_one_sentence_and_nothing_else(tmp_path: Path) -> None:
+def test_a_mistake_is_a_one_line_error(tmp_path: Path) -> None:
     """Found when options are read, and found by the ranks."""
     for options, said in ((["--tau", "3"], "--tau is 3.0; it must be in [0, 1]\n"), (["--data", "glyphz"], "unknown ")):
         command = [*TRAIN, "--ranks", "2", *SMALL, *options, "--out", str(tmp_path / "run")]
@@ -147,9 +147,9 @@ def test_ranks_restart_stop_and_resume_on_another_number_of_ranks(tmp_path: Path
 
     with started([*command, "--ranks", "2", "--max_restarts", "1"], log) as process:
         for starts in (1, 2):  # the second death is one too many
-            wait_for(lambda n=starts: len(lines(out / "starts.jsonl")) == n, told=log.read_text)
+            wait_for(lambda n=starts: len(lines(out / "starts.jsonl")) == n, on_timeout=log.read_text)
             before = rounds()
-            wait_for(lambda n=before: rounds() > n, told=log.read_text)
+            wait_for(lambda n=before: rounds() > n, on_timeout=log.read_text)
             os.kill(json.loads((out / "lock").read_text())["pid"], signal.SIGKILL)
         assert process.wait(60) == 1, log.read_text()
     text = log.read_text()
@@ -157,7 +157,7 @@ def test_ranks_restart_stop_and_resume_on_another_number_of_ranks(tmp_path: Path
 
     with started([*command, "--ranks", "3"], log) as process:
         before = rounds()
-        wait_for(lambda: rounds() > before + 3 or process.poll() is not None, told=log.read_text)
+        wait_for(lambda: rounds() > before + 3 or process.poll() is not None, on_timeout=log.read_text)
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 75, log.read_text()
     assert "(SIGTERM); the same command resumes from there" in log.read_text()
@@ -186,7 +186,7 @@ def torchrun(out: Path) -> list[str]:
 @pytest.mark.timeout(200)
 def test_ranks_leave_when_their_launcher_is_killed(tmp_path: Path) -> None:
     """In a round, in a collective that another rank does not come to, and at the start, where ranks wait for others."""
-    need("mpi", (BIN / "mpiexec").exists(), "no MPI beside this Python: pip install mpich")
+    need("mpi", (BIN / "mpiexec").exists(), "no MPI next to this Python: pip install mpich")
     endless = ["--rounds", "100000"]
     launches: dict[str, Callable[[Path], list[str]]] = {
         "fedmpi": lambda out: [*TRAIN, "--ranks", "2", *LONG, "--out", str(out), *endless],
@@ -196,7 +196,7 @@ def test_ranks_leave_when_their_launcher_is_killed(tmp_path: Path) -> None:
     for name, command in launches.items():
         log, out = tmp_path / f"{name}.log", tmp_path / name
         with started(command(out), log) as process:
-            wait_for(lambda at=out: lines(at / "metrics.jsonl"), told=log.read_text)
+            wait_for(lambda at=out: lines(at / "metrics.jsonl"), on_timeout=log.read_text)
             frozen = json.loads((out / "lock").read_text())["pid"] if name == "fedmpi" else None
             if frozen is not None:
                 os.kill(frozen, signal.SIGSTOP)  # the other rank waits in a collective now
@@ -208,10 +208,10 @@ def test_ranks_leave_when_their_launcher_is_killed(tmp_path: Path) -> None:
             process.kill()
             process.wait()
             mark = process.mark  # type: ignore[attr-defined]
-            wait_for(lambda m=mark, f=frozen: set(processes(m)) <= {f}, 20, told=log.read_text)
+            wait_for(lambda m=mark, f=frozen: set(processes(m)) <= {f}, 20, on_timeout=log.read_text)
             if frozen is not None:
                 os.kill(frozen, signal.SIGCONT)
-                wait_for(lambda m=mark: not processes(m), 20 - (time.monotonic() - killed), told=log.read_text)
+                wait_for(lambda m=mark: not processes(m), 20 - (time.monotonic() - killed), on_timeout=log.read_text)
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -300,7 +300,7 @@ for folder in pathlib.Path("/dev/shm").glob("fedmpi-*"):
 def test_a_stranger_reaches_neither_the_store_nor_a_socket_of_the_run(stranger: str, tmp_path: Path) -> None:
     out, log, marker = tmp_path / "run", tmp_path / "log", Path(f"/tmp/{stranger}.marker")
     with started([*TRAIN, "--ranks", "2", *LONG, "--out", str(out)], log) as process:
-        wait_for(lambda: lines(out / "metrics.jsonl"), told=log.read_text)
+        wait_for(lambda: lines(out / "metrics.jsonl"), on_timeout=log.read_text)
         found = listeners(process.mark)  # type: ignore[attr-defined]
         assert found and set(found.values()) == {"0100007F"}, "gloo listens on 127.0.0.1, and nothing else does"
         assert list(Path("/dev/shm").glob("fedmpi-launch-*")), "there is something to be kept out of"

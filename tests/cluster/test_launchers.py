@@ -93,19 +93,17 @@ def test_ranks_started_by_hand_meet_at_the_address_they_are_given(tmp_path: Path
 
 
 @pytest.mark.parametrize("options", [["--tau", "1.5"], ["--data", "mnist", "--data_root", "nowhere"]])
-def test_a_users_mistake_is_one_sentence_on_all_ranks_together(
-    options: list[str], tmp_path: Path, mpiexec: list[str]
-) -> None:
+def test_a_users_mistake_is_one_line_from_all_ranks(options: list[str], tmp_path: Path, mpiexec: list[str]) -> None:
     command = [*mpi(mpiexec, 2), *MODULE, *SMALL, *options, "--out", str(tmp_path / "run")]
     done = launch(command, FEDMPI_OFFLINE="1")
     assert done.returncode == 2
-    # Before the ranks have met, mpiexec does not end rank 1 when rank 0 leaves: it says the same sentence later.
+    # Before the ranks have met, mpiexec does not end rank 1 when rank 0 leaves: it prints the same error later.
     said = {line.replace("rank 1: ", "") for line in done.stderr.splitlines() if line.strip()}
     assert len(said) == 1 and said.pop().startswith("fedmpi: "), done.stderr
     assert not (tmp_path / "run").exists()
 
 
-def test_a_mistake_of_one_rank_alone_is_told_too(tmp_path: Path) -> None:
+def test_a_mistake_of_a_single_rank_is_reported_too(tmp_path: Path) -> None:
     """Started by hand, one rank with another argument: it says why it leaves, the other one that it is gone."""
     world = by_hand()
     command = [sys.executable, "-m", "fedmpi", "train", *SMALL, "--timeout", "8", "--out", str(tmp_path / "run")]

@@ -188,7 +188,7 @@ def test_a_mistake_is_one_error_message(
     assert (folder / "full" / "mine").exists()
 
 
-def test_a_missing_program_is_told_with_the_packages_to_install(folder: Path) -> None:
+def test_the_error_of_a_missing_program_names_the_packages(folder: Path) -> None:
     few = folder / "bin"
     few.mkdir()
     for name in ("bash", "env", "dirname", "id", "realpath"):

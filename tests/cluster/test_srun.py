@@ -56,7 +56,7 @@ def test_ranks_of_srun_meet_over_mpi(cluster: dict[str, str], alone: str, tmp_pa
     assert "2 ranks (mpi)" in done.stdout and digest(tmp_path / "run") == alone
 
 
-def test_a_world_of_lone_mpi_ranks_is_refused_with_the_cure(
+def test_a_world_of_lone_mpi_ranks_is_refused_with_the_fix(
     cluster: dict[str, str], tmp_path: Path, mpiexec: list[str]
 ) -> None:
     done = run([*TWO_NODES, "--mpi=none", *TRAIN, "--comm", "mpi", "--out", str(tmp_path / "run")], cluster)

@@ -28,7 +28,7 @@ def a_round(number: int, seconds: float = 2.0, **values: Any) -> dict[str, Any]:
     return {"round": number, "seconds": {"local": seconds / 2, "wait": seconds / 2}, "test_loss": 1.0} | values
 
 
-def test_progress_is_told_from_the_rounds_that_are_whole(run: Path) -> None:
+def test_progress_counts_complete_rounds_only(run: Path) -> None:
     rounds = [a_round(n, seconds=2.0, test_accuracy=0.1 * n) for n in (1, 2, 3)]
     add(run / "metrics.jsonl", *rounds, a_round(4, seconds=2.0, test_accuracy=None))
     with open(run / "metrics.jsonl", "a") as file:
@@ -94,10 +94,10 @@ def test_without_a_folder_status_shows_all_runs_and_cancel_refuses(
         for file in run.iterdir():
             os.utime(file, (number, number))
     assert main(["status"]) == 0
-    told = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in told] == ["runs/new", "runs/deep/er/down", "runs/old"], "newest first"
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in printed] == ["runs/new", "runs/deep/er/down", "runs/old"], "newest first"
     done = "fedavg + mean  finished  [####################] 2/2  accuracy 0.5000"
-    assert told[0] == f"runs/new           {done}"
+    assert printed[0] == f"runs/new           {done}"
     (Path("runs") / "new" / "sweep.json").write_text("{}")  # a sweep that cannot be read is shown as that
     assert main(["status"]) == 0 and "is no record of a sweep" in capsys.readouterr().out
 

@@ -46,7 +46,7 @@ pytestmark = pytest.mark.usefixtures("no_launch")
         ([*LOCAL], ["train", "--out", "runs/50%j"], "has a character with a special meaning for Slurm"),
     ],
 )
-def test_a_wrong_submission_is_one_sentence_and_leaves_nothing_behind(
+def test_a_wrong_submission_is_a_one_line_error_and_leaves_nothing(
     options: list[str],
     train: list[str] | None,
     said: str,
@@ -106,7 +106,7 @@ def test_folders_of_others_of_finished_and_of_running_runs_are_refused(
     assert "already holds a finished run" in refused(run)
 
 
-def test_other_settings_than_those_of_the_checkpoint_are_told_at_once(
+def test_settings_that_differ_from_the_checkpoint_are_refused_at_once(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save(run, 3)
@@ -148,7 +148,7 @@ def test_the_script_asks_for_what_was_asked_and_requeues_right_after_the_run(tmp
 
 
 @pytest.mark.parametrize(("minutes", "seconds"), [(1, 15), (4, 60), (8, 120), (600, 120)])
-def test_the_warning_leaves_most_of_a_short_life(minutes: int, seconds: int) -> None:
+def test_the_warning_leaves_most_of_a_short_time_limit(minutes: int, seconds: int) -> None:
     assert submit.SubmitOptions(time=minutes).warning_seconds == seconds
 
 

@@ -43,16 +43,16 @@ def sbatch(template: str, arguments: list[str], log: Path, env: dict[str, str]) 
 def job(number: str, env: dict[str, str]) -> dict[str, str]:
     """What Slurm knows of a job."""
     command = ["scontrol", "show", "job", number]
-    told = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=60).stdout
-    return dict(re.findall(r"(\w+)=(\S*)", told))
+    shown = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=60).stdout
+    return dict(re.findall(r"(\w+)=(\S*)", shown))
 
 
 def ended(number: str, env: dict[str, str]) -> bool:
     return job(number, env)["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
-def test_templates_stop_in_time_and_go_on_to_the_bits_of_one_rank(cluster: dict[str, str], tmp_path: Path) -> None:
-    need("mpi", (BIN / "mpiexec").exists(), "no MPI beside this Python: pip install mpich")
+def test_templates_stop_in_time_and_resume_to_the_bits_of_one_rank(cluster: dict[str, str], tmp_path: Path) -> None:
+    need("mpi", (BIN / "mpiexec").exists(), "no MPI next to this Python: pip install mpich")
     batch = {f"{name}-batch": name for name in TEMPLATES}  # here the batch script itself gets the signal, and a SIGTERM
     runs = {name: name for name in TEMPLATES} | batch
     logs = {name: tmp_path / f"{name}.log" for name in (*runs, "mistake")}
@@ -65,7 +65,7 @@ def test_templates_stop_in_time_and_go_on_to_the_bits_of_one_rank(cluster: dict[
     ):  # each gets the signal of its template as soon as it has begun, without the batch script: as from Slurm
         wait_for(
             lambda: any(lines(tmp_path / name / "metrics.jsonl") for name in waiting),
-            told=lambda: {name: log.read_text() for name, log in logs.items() if log.exists()},
+            on_timeout=lambda: {name: log.read_text() for name, log in logs.items() if log.exists()},
         )
         for name, number in list(waiting.items()):
             if lines(tmp_path / name / "metrics.jsonl"):
@@ -84,7 +84,7 @@ def test_templates_stop_in_time_and_go_on_to_the_bits_of_one_rank(cluster: dict[
         ranks = 4 if runs[name] == "torchrun" else 2
         assert (first["round"], first["ranks"], first["restart"]) == (0, ranks, 0)
         assert 0 < second["round"] < 300 and (second["ranks"], second["restart"]) == (ranks, 1)
-        assert f"stopped after round {second['round']} (SIGUSR2)" in text, "the log has both lives"
+        assert f"stopped after round {second['round']} (SIGUSR2)" in text, "the log has both starts"
         assert digest(tmp_path / name) == alone
 
     text = logs["mistake"].read_text()
@@ -104,7 +104,7 @@ def test_templates_are_alike_and_say_what_slurm_needs() -> None:
         assert checked.returncode == 0, checked.stderr
 
 
-def test_a_template_without_its_python_is_one_sentence(tmp_path: Path) -> None:
+def test_a_template_without_python_is_a_one_line_error(tmp_path: Path) -> None:
     env = {k: v for k, v in os.environ.items() if k != "PYTHON"} | {"SLURM_JOB_ID": "1"}
     for name in TEMPLATES:
         command = ["bash", str(REPO / "slurm" / f"{name}.sbatch"), "--out", "a"]

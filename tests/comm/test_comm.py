@@ -136,7 +136,7 @@ def vanish(comm: Comm) -> None:
 
 
 @pytest.mark.processes
-def test_a_rank_that_vanishes_leaves_no_shared_memory_behind(tmp_path: Path) -> None:
+def test_a_dead_rank_leaves_no_shared_memory(tmp_path: Path) -> None:
     assert run_ranks(3, vanish, tmp_path) == [0, 0, 7]
 
 

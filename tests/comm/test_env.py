@@ -58,7 +58,7 @@ def torchrun(rank: int, size: int, local: int, local_size: int, agents: int = 1,
 
 
 def step(rank: int, size: int, local: int, node: int, per_node: str, nodes: str = "127.0.0.[1-2]") -> str:
-    """What srun tells a task of step 0 of job 7."""
+    """What srun passes to a task of step 0 of job 7."""
     return (
         f"SLURM_JOB_ID=7 SLURM_STEP_ID=0 SLURM_PROCID={rank} SLURM_NTASKS={size} SLURM_STEP_NUM_TASKS={size} "
         f"SLURM_LOCALID={local} SLURM_NODEID={node} SLURM_STEP_TASKS_PER_NODE={per_node} SLURM_STEP_NODELIST={nodes} "

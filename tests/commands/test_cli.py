@@ -1,4 +1,4 @@
-"""The command line: what is read, what is refused in one sentence, and the exit codes."""
+"""The command line: what is read, what is refused in one line, and the exit codes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def recipe(patch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one sentence on standard error with which a command leaves by exit code 2."""
+    """The one-line error with which a command leaves by exit code 2."""
     assert main(arguments) == 2
     said = capsys.readouterr()
     assert said.out == ""
@@ -75,7 +75,7 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out.strip() == fedmpi.__version__
 
 
-def test_an_unknown_command_is_told_its_neighbour(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_command_gets_the_closest_match(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused(capsys, "trian") == (
         "unknown command 'trian'; did you mean 'train'? known: attack, cancel, compare, completion, data, doctor, "
         "logs, plan, recipes, report, requeue, status, submit, sweep, train"
@@ -194,7 +194,7 @@ def test_a_file_in_the_folder_goes_before_a_recipe_but_a_folder_does_not(recipe:
     assert parse(["--config", "small-yogi"]).algorithm == "fedyogi"
 
 
-def test_an_unknown_recipe_is_told_its_neighbour(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_recipe_gets_the_closest_match(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(capsys, "train", "--config", "small-yogy")
     assert said == (
         "--config 'small-yogy' is neither a file nor a recipe; did you mean 'small-yogi'? recipes: small-yogi, large"
@@ -237,7 +237,7 @@ def test_every_bundled_recipe_is_a_sound_configuration() -> None:
         ("a: 1\n---\nb: 2\n", "--config f.yaml cannot be read as YAML (...document...); correct it ..."),
     ],
 )
-def test_a_wrong_file_is_refused_in_one_sentence(text: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_file_is_a_one_line_error(text: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("f.yaml").write_text(text)
     assert re.fullmatch(".*".join(map(re.escape, said.split("..."))), refused(capsys, "train", "--config", "f.yaml"))
 
@@ -323,7 +323,7 @@ def test_print_config_prints_what_reads_back_the_same(capsys: pytest.CaptureFixt
         ),
     ],
 )
-def test_a_wrong_option_is_refused_in_one_sentence(
+def test_a_wrong_option_is_a_one_line_error(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert refused(capsys, "train", *arguments) == said
@@ -356,12 +356,12 @@ def test_abbreviations_are_refused(short: str, capsys: pytest.CaptureFixture[str
         ("local.work", "unifrom:0.1,1", "uniform:low,high"),
     ],
 )
-def test_an_unknown_name_is_told_its_neighbour_and_leaves_nothing(
+def test_an_unknown_name_gets_the_closest_match_and_leaves_nothing(
     option: str, given: str, near: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = refused(capsys, "train", *QUICK, "--out", "run", f"--{option}", given)
-    told = given.rpartition("+")[2]  # a warm-up is told apart from what follows it
-    assert re.match(rf"unknown [\w .()-]+ '{re.escape(told)}'; did you mean '{re.escape(near)}'\? known: ", said)
+    shown = given.rpartition("+")[2]  # a warm-up is separated from what follows it
+    assert re.match(rf"unknown [\w .()-]+ '{re.escape(shown)}'; did you mean '{re.escape(near)}'\? known: ", said)
     assert not Path("run").exists()
 
 
@@ -404,11 +404,11 @@ def test_an_unknown_name_is_told_its_neighbour_and_leaves_nothing(
         ),
     ],
 )
-def test_a_knob_of_an_algorithm_is_refused_in_one_sentence_before_anything_is_written(
+def test_a_bad_knob_is_refused_before_anything_is_written(
     words: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = refused(capsys, "train", *QUICK, "--out", "run", *words.split())
-    assert re.fullmatch(".*".join(map(re.escape, said.split("..."))), told), told
+    shown = refused(capsys, "train", *QUICK, "--out", "run", *words.split())
+    assert re.fullmatch(".*".join(map(re.escape, said.split("..."))), shown), shown
     assert not Path("run").exists()
 
 
@@ -469,7 +469,7 @@ def ended(arguments: list[str]) -> int | str | None:
     return left.value.code
 
 
-def test_a_round_without_usable_clients_is_a_fault_in_one_sentence(
+def test_a_round_without_usable_clients_is_a_one_line_fault(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["train", *QUICK, "--out", "run", "--local.lr", "1e38"]) == 1
@@ -505,12 +505,12 @@ def test_a_mistake_is_said_by_rank_0_at_once_and_by_others_when_nobody_has_ended
 ) -> None:
     said: list[str] = []
     patch.setattr("time.sleep", lambda seconds: said.append(capsys.readouterr().err))
-    for rank, sentence, before in ((0, "--tau is 2.0", []), (1, "rank 1: --tau is 2.0", [""])):
+    for rank, message, before in ((0, "--tau is 2.0", []), (1, "rank 1: --tau is 2.0", [""])):
         place = fedmpi.comm.env.Place("torchrun", rank, 2, rank, 2)
         patch.setattr("fedmpi.runs.rank.find_place", lambda environ, place=place: place)
         assert main(["train", "--tau", "2"]) == 2
         assert said == before, "others wait before they speak"
-        assert capsys.readouterr().err == f"fedmpi: {sentence}; it must be in [0, 1]\n"
+        assert capsys.readouterr().err == f"fedmpi: {message}; it must be in [0, 1]\n"
 
 
 def test_compare_needs_a_run(capsys: pytest.CaptureFixture[str]) -> None:

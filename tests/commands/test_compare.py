@@ -131,7 +131,7 @@ def test_a_run_before_its_first_round_is_a_row_of_dashes(copied: Path) -> None:
         ("config.yaml", "mask: !!python/name:os.system\n"),
     ],
 )
-def test_spoilt_files_are_refused_in_one_sentence(
+def test_damaged_files_are_a_one_line_error(
     copied: Path, name: str, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (copied / name).write_text(text)

@@ -118,12 +118,12 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> 
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one sentence on standard error with which `fedmpi data` leaves by exit code 2."""
+    """The one-line error with which `fedmpi data` leaves by exit code 2."""
     capsys.readouterr()
     assert main(["data", *arguments]) == 2
-    told = capsys.readouterr()
-    assert told.out == "" and told.err.startswith("fedmpi: ") and told.err.count("\n") == 1
-    return told.err.removeprefix("fedmpi: ").rstrip("\n")
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith("fedmpi: ") and printed.err.count("\n") == 1
+    return printed.err.removeprefix("fedmpi: ").rstrip("\n")
 
 
 def everything(folder: Path) -> list[Path]:
@@ -133,14 +133,14 @@ def everything(folder: Path) -> list[Path]:
 # The command
 
 
-def test_help_is_told_and_is_an_error_only_where_nothing_was_asked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_is_an_error_only_without_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, code in (([], 2), (["-h"], 0), (["--help"], 0)):
         out = said(capsys, *arguments, code=code)
         assert all(f"\n  {command}" in out for command in datacmd.COMMANDS)
 
 
 @pytest.mark.parametrize(("command", "option"), [("list", "--verify"), ("prepare", "NAME"), ("show", "--skew.alpha")])
-def test_each_command_tells_its_options(command: str, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_command_lists_its_options(command: str, option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(["data", command, "--help"])
     assert left.value.code == 0
@@ -151,9 +151,9 @@ def test_each_command_tells_its_options(command: str, option: str, capsys: pytes
 def test_every_option_of_show_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["data", "show", "--help"])
-    told = {text.split()[0]: text for text in re.split(r"^  --", capsys.readouterr().out, flags=re.MULTILINE)[1:]}
+    printed = {text.split()[0]: text for text in re.split(r"^  --", capsys.readouterr().out, flags=re.MULTILINE)[1:]}
     for name in ("data_root", "split", "clients", "seed", "samples", "out", "skew.classes", "skew.owners"):
-        assert re.search(r"[a-z$].{8,} Default: ", " ".join(told[name].split())), name
+        assert re.search(r"[a-z$].{8,} Default: ", " ".join(printed[name].split())), name
 
 
 def test_an_option_that_train_has_too_has_its_default_and_bounds() -> None:
@@ -163,7 +163,7 @@ def test_an_option_that_train_has_too_has_its_default_and_bounds() -> None:
         assert (mine.default, mine.metadata) == (fields[name].default, fields[name].metadata), name
 
 
-def test_wrong_words_are_told_their_neighbour(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_words_get_the_closest_match(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused(capsys, "lits") == "unknown data command 'lits'; did you mean 'list'? known: list, prepare, show"
     assert refused(capsys, "list", "--verfy") == "unknown option '--verfy'; did you mean '--verify'?"
     assert "'fedmpi data list --help'" in refused(capsys, "list", "mnist")
@@ -178,8 +178,8 @@ def test_wrong_words_are_told_their_neighbour(capsys: pytest.CaptureFixture[str]
 def test_a_data_root_that_is_nowhere_is_refused(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     if command[0] == "show":
         command = ["show", "glyphs"]
-    told = refused(capsys, *command, "--data_root", "no/where")
-    assert told == "--data_root no/where: there is no such folder; give one that is there, or make it"
+    printed = refused(capsys, *command, "--data_root", "no/where")
+    assert printed == "--data_root no/where: there is no such folder; give one that is there, or make it"
 
 
 # What is here
@@ -204,7 +204,9 @@ def test_every_data_set_is_listed_and_an_empty_root_stays_empty(
     assert everything(tmp_path) == before
 
 
-def test_the_root_in_use_is_told(tmp_path: Path, patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_root_in_use_is_printed(
+    tmp_path: Path, patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert said(capsys, "list").startswith(f"data root: {tmp_path}/cache/data (does not exist yet)\n")
     patch.setenv("FEDMPI_DATA", str(tmp_path))
     assert said(capsys, "list").startswith(f"data root: {tmp_path}\n")
@@ -311,15 +313,15 @@ def test_a_root_that_may_not_be_read_is_refused(
         raise PermissionError(13, "Permission denied", str(base / "mini.bin"))
 
     patch.setitem(datacmd.DATASETS, "mini", DataRow(mini, lambda _: replace(mini_source(), find=forbidden), ""))
-    told = refused(capsys, "list", "--data_root", str(root))
-    assert told.startswith(f"{root} cannot be searched for 'mini' (Permission denied)")
+    printed = refused(capsys, "list", "--data_root", str(root))
+    assert printed.startswith(f"{root} cannot be searched for 'mini' (Permission denied)")
 
 
 # Preparing
 
 
 @pytest.mark.usefixtures("rows")
-def test_preparing_tells_what_it_is_and_where_it_lies(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_preparing_prints_the_data_set_and_its_path(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (root / "mini.bin").write_bytes(CONTENT)
     path = prepared_files(mini_source(), root)[0]
     first, second = (said(capsys, "prepare", "mini", "made", "--data_root", str(root)).splitlines() for _ in range(2))
@@ -364,8 +366,8 @@ def test_a_file_that_cannot_be_read_is_named(root: Path, capsys: pytest.CaptureF
     raw.mkdir(parents=True)
     for name in data.vision.FILES:
         (raw / f"{name}.gz").write_bytes(b"no gzip")
-    told = refused(capsys, "prepare", "mnist", "--data_root", str(root))
-    assert f"{raw / data.vision.FILES[0]}.gz is damaged or cut short" in told
+    printed = refused(capsys, "prepare", "mnist", "--data_root", str(root))
+    assert f"{raw / data.vision.FILES[0]}.gz is damaged or cut short" in printed
 
 
 # The split that is shown
@@ -429,7 +431,7 @@ def test_the_papers_number_of_classes_is_used(
         ("natural", Skew(owners="merge"), "natural (owners merged)"),
     ],
 )
-def test_a_split_is_told_by_its_own_numbers(split: str, skew: Skew, words: str) -> None:
+def test_a_split_is_labelled_by_its_own_numbers(split: str, skew: Skew, words: str) -> None:
     assert datacmd.described(Config(split=split, skew=skew)) == words
 
 
@@ -575,10 +577,10 @@ def test_own_data_are_shown_as_images_where_they_are_that(
 
 @pytest.mark.usefixtures("own")
 def test_own_data_that_cannot_be_read_are_refused(drawn: list[View], capsys: pytest.CaptureFixture[str]) -> None:
-    told = refused(capsys, "show", "own_data_to_show:broken", "--split", "iid", "--clients", "1", "--samples", "24")
-    assert re.search(r"reading its train items .*49.* raised OSError: the disk is gone; ", told)
-    told = refused(capsys, "show", "own_data_to_show:nothing")
-    assert "has no 'nothing'" in told
+    printed = refused(capsys, "show", "own_data_to_show:broken", "--split", "iid", "--clients", "1", "--samples", "24")
+    assert re.search(r"reading its train items .*49.* raised OSError: the disk is gone; ", printed)
+    printed = refused(capsys, "show", "own_data_to_show:nothing")
+    assert "has no 'nothing'" in printed
     assert "goes by class" in refused(capsys, "show", "own_data_to_show:measures", "--clients", "2")
 
 
@@ -586,7 +588,7 @@ def test_own_data_that_cannot_be_read_are_refused(drawn: list[View], capsys: pyt
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("options", "message"),
     [
         (["--clients", "0"], "--clients is 0; it must be at least 1"),
         (["--clients", "many"], "--clients is 'many'; it must be a whole number"),
@@ -600,15 +602,15 @@ def test_own_data_that_cannot_be_read_are_refused(drawn: list[View], capsys: pyt
         (["--out", "folder.png"], "--out folder.png is a folder; give a file in it, such as folder.png/split.png"),
     ],
 )
-def test_what_is_wrong_is_told_before_data_are_loaded(
-    options: list[str], sentence: str, patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_errors_come_before_data_are_loaded(
+    options: list[str], message: str, patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def load(root: Path | None) -> Arrays:
         raise AssertionError("loaded")
 
     patch.setitem(data.DATASETS, "tiny", replace(data.DATASETS["tiny"], load=load))
     Path("folder.png").mkdir()
-    assert refused(capsys, "show", "tiny", *options) == sentence
+    assert refused(capsys, "show", "tiny", *options) == message
 
 
 def test_exactly_one_data_set_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -628,8 +630,8 @@ def test_a_picture_that_cannot_be_written_is_refused(
         raise OSError(28, "No space left on device")
 
     patch.setattr(Figure, "savefig", full)
-    told = refused(capsys, "show", "tiny", "--clients", "4")
-    assert told == "--out tiny-classes.png cannot be written (No space left on device); name another file"
+    printed = refused(capsys, "show", "tiny", "--clients", "4")
+    assert printed == "--out tiny-classes.png cannot be written (No space left on device); name another file"
 
 
 # The picture
@@ -684,7 +686,7 @@ def test_show_writes_a_picture_that_changes_with_the_split(capsys: pytest.Captur
     assert size_of(first) == (round((5.7 + 8 * 0.6 + 0.9) * DPI), round((7 * 0.6 + 1.5) * DPI))
 
 
-def test_pictures_of_training_and_of_testing_differ_where_their_looks_do() -> None:
+def test_train_and_test_pictures_differ_where_their_styles_do() -> None:
     grey = torch.full((2, 1, 4, 4), 200, dtype=torch.uint8)
     red = torch.zeros(2, 3, 4, 4, dtype=torch.uint8)
     red[:, 0] = 255

@@ -208,7 +208,7 @@ def test_wrong_results_are_found_by_the_rank_that_has_them() -> None:
 
 
 def test_every_rank_receives_the_text_of_every_rank() -> None:
-    words = ["", "\u00e9t\u00e9", "a much longer sentence than the others"]
+    words = ["", "\u00e9t\u00e9", "a much longer text than the others"]
     assert run_threads(3, lambda comm: doctor.tell_all(comm, words[comm.rank])) == [words] * 3
 
 

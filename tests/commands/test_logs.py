@@ -19,17 +19,17 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "POLL", 0.02)
 
 
-def test_a_run_of_a_terminal_is_told_by_its_rounds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_status_of_a_terminal_run_comes_from_its_rounds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lost = a_round(3, 0.5, train_loss=None, test_loss=None)
     run = write_run(tmp_path / "run", [a_round(1, 0.25), a_round(2, None), lost])
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"round": 4, "torn')
     assert main(["logs", str(run)]) == 0
-    told = capsys.readouterr().out.splitlines()
-    assert told[0].startswith("round 1/3  acc 0.2500  loss 1.0000  train 2.0000  kept 0.60  agree 0.50")
-    assert told[1].startswith("round 2/3  train 1.0000") and told[2].startswith("round 3/3  acc 0.5000  loss nan")
-    assert told[3] == '{"round": 4, "torn', "what cannot be read is shown as it is"
-    assert main(["logs", str(run), "-n", "2"]) == 0 and capsys.readouterr().out.splitlines() == told[2:]
+    logged = capsys.readouterr().out.splitlines()
+    assert logged[0].startswith("round 1/3  acc 0.2500  loss 1.0000  train 2.0000  kept 0.60  agree 0.50")
+    assert logged[1].startswith("round 2/3  train 1.0000") and logged[2].startswith("round 3/3  acc 0.5000  loss nan")
+    assert logged[3] == '{"round": 4, "torn', "what cannot be read is shown as it is"
+    assert main(["logs", str(run), "-n", "2"]) == 0 and capsys.readouterr().out.splitlines() == logged[2:]
     assert main(["logs", str(run), "-n", "0"]) == 0 and capsys.readouterr() == ("", "")
 
 
@@ -69,14 +69,14 @@ def test_a_run_is_followed_to_its_end(tmp_path: Path, capsys: pytest.CaptureFixt
         writer.start()
         assert main(["logs", "--follow", str(run), "-n", "1"]) == 0
         writer.join()
-    told = capsys.readouterr()
-    assert told.out == "second\nthird\nlast words, no end of line\n" and told.err == f"fedmpi: {run} is finished\n"
+    logged = capsys.readouterr()
+    assert logged.out == "second\nthird\nlast words, no end of line\n" and logged.err == f"fedmpi: {run} is finished\n"
 
 
 RUNNING = {"state": "running", "why": ""}
 
 
-def test_what_has_no_log_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_a_log_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "sweep" / "run", [])
     (tmp_path / "sweep" / "sweep.json").write_text(json.dumps({"axes": {}, "runs": {"run": {"seed": "0"}}}))
     assert main(["logs", str(run)]) == 0 and "has printed nothing yet; it is finished" in capsys.readouterr().err

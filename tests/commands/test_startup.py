@@ -22,7 +22,7 @@ def tell(what):
 
 
 def imported(code: str) -> dict[str, set[str]]:
-    """What is imported in a new process at each point where the code tells."""
+    """What is imported in a new process at each point that the code prints."""
     done = subprocess.run(
         [sys.executable, "-c", TELL + code], env=rank_environment(), capture_output=True, text=True, timeout=120
     )
@@ -39,10 +39,10 @@ from fedmpi.commands import main
 assert main(["--help"]) == 0 and main(["--version"]) == 0
 tell("help")
 """
-    told = imported(code)
+    shown = imported(code)
     for what in ("package", "help"):
-        assert told[what].isdisjoint((*HEAVY, *NEVER)), what
-    assert {name for name in told["package"] if name.startswith("fedmpi")} == {"fedmpi"}
+        assert shown[what].isdisjoint((*HEAVY, *NEVER)), what
+    assert {name for name in shown["package"] if name.startswith("fedmpi")} == {"fedmpi"}
 
 
 def test_a_run_imports_at_its_first_step_what_it_needs(tmp_path: Path) -> None:
@@ -60,10 +60,10 @@ assert main(["train", *"{TINY} --model lenet".split(), "--out", {str(tmp_path / 
 tell("end")
 assert gc.isenabled()
 """
-    told = imported(code)
-    assert "torch" in told["first step"]
-    assert sorted(told["first step"] & set(NEVER)) == []
-    assert "tensorboard" in told["end"], "a run's own sink, once there is something to write"
+    shown = imported(code)
+    assert "torch" in shown["first step"]
+    assert sorted(shown["first step"] & set(NEVER)) == []
+    assert "tensorboard" in shown["end"], "a run's own sink, once there is something to write"
     assert list((tmp_path / "run" / "tensorboard").iterdir())
 
 

@@ -140,7 +140,7 @@ def test_arrays_refuses_what_does_not_fit(make: Callable[..., Arrays], changes: 
         make(**changes)
 
 
-def test_arrays_tell_their_kind_their_goal_and_what_they_offer_a_model() -> None:
+def test_arrays_describe_their_kind_goal_and_model_arguments() -> None:
     assert (small().kind, lines().kind, numbers().kind) == ("images", "sequences", "numbers")
     assert lines(x=lines().x.long(), test_x=lines().x.long()).kind == "sequences"
     assert small(x=torch.zeros(3, 1, 2, 2), test_x=torch.zeros(3, 1, 2, 2)).kind == "numbers"
@@ -152,7 +152,7 @@ def test_arrays_tell_their_kind_their_goal_and_what_they_offer_a_model() -> None
     assert (small().samples, small().tests, small().kinds) == (3, 3, 2)
 
 
-def test_arrays_tell_their_classes_and_owners_in_numpy() -> None:
+def test_arrays_give_their_classes_and_owners_in_numpy() -> None:
     assert small().class_labels(needed=False).tolist() == [0, 1, 1]
     by_position = torch.tensor([[0, 1], [1, 0], [1, 1]])
     assert lines(y=by_position, test_y=by_position).class_labels(needed=True).tolist() == [1, 0, 1], "the last position"
@@ -167,7 +167,7 @@ def test_load_knows_its_names() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(DATASETS))
-def test_every_row_of_the_table_tells_what_it_is_and_where_it_comes_from(name: str, tmp_path: Path) -> None:
+def test_every_row_of_the_table_describes_its_data_and_origin(name: str, tmp_path: Path) -> None:
     row = find_data(name)
     source = row.source(tmp_path)
     assert row.about and row.model and row.classes >= 1
@@ -450,14 +450,14 @@ def test_a_silent_network_is_given_up_soon() -> None:
             fetch.probe([f"http://127.0.0.1:{silent.getsockname()[1]}/"] * 2000, seconds=0.3)
 
 
-def test_a_closed_network_is_told_by_its_reason() -> None:
+def test_the_error_of_a_blocked_network_gives_the_reason() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         with pytest.raises(ConnectionError, match="refused"):
             fetch.probe([f"http://127.0.0.1:{unused.getsockname()[1]}/"], seconds=5)
 
 
-def test_an_address_that_is_none_is_told(tmp_path: Path) -> None:
+def test_an_invalid_address_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConnectionError, match="unknown url type"):
         fetch.fetch_file(["nonsense"], tmp_path / "file", "")
     assert not list(tmp_path.iterdir())
@@ -511,7 +511,7 @@ def test_a_file_with_another_md5_is_not_kept(tmp_path: Path, site: str) -> None:
     assert not list(target.parent.iterdir())
 
 
-def test_where_no_address_has_the_file_each_is_told(tmp_path: Path, site: str) -> None:
+def test_the_error_lists_each_address_that_failed(tmp_path: Path, site: str) -> None:
     with pytest.raises(ConnectionError, match="one: HTTP Error 404.*; .*two: HTTP Error 404"):
         fetch.fetch_file([f"{site}one", f"{site}two"], tmp_path / "folder" / "file", CONTENT_MD5)
     assert not list((tmp_path / "folder").iterdir())

@@ -82,7 +82,7 @@ def test_a_whole_class_may_be_held_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "weights", "sentence"),
+    ("size", "weights", "message"),
     [
         (100, None, "--meta.size is 100 but there are only 100 samples; leave some for the clients"),
         (101, [1, 1, 1, 1], "--meta.size is 101 but there are only 100 samples; leave some for the clients"),
@@ -95,10 +95,10 @@ def test_a_whole_class_may_be_held_out() -> None:
         (6, [], "--meta.weights are []; they must be numbers >= 0, and not all zero"),
     ],
 )
-def test_what_cannot_be_held_out_is_refused_in_a_sentence(size: int, weights: list | None, sentence: str) -> None:
-    with pytest.raises(UserError) as told:
+def test_a_set_that_cannot_be_held_out_is_a_one_line_error(size: int, weights: list | None, message: str) -> None:
+    with pytest.raises(UserError) as caught:
         hold_out(Y, 4, size, 0, weights)
-    assert str(told.value) == sentence
+    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def test_outputs_that_fit_are_taken(outputs: Tensor, labels: Tensor, goal: Objec
 
 
 @pytest.mark.parametrize(
-    ("outputs", "labels", "goal", "sentence"),
+    ("outputs", "labels", "goal", "message"),
     [
         (
             torch.zeros(2, 2),
@@ -152,12 +152,12 @@ def test_outputs_that_fit_are_taken(outputs: Tensor, labels: Tensor, goal: Objec
         (None, torch.zeros(2, 5), REGRESS, "NoneType for 2 samples; regression needs a tensor [2, 5]"),
     ],
 )
-def test_outputs_that_do_not_fit_are_told_in_a_sentence(
-    outputs: Any, labels: Tensor, goal: Objective, sentence: str
+def test_outputs_that_do_not_fit_are_a_one_line_error(
+    outputs: Any, labels: Tensor, goal: Objective, message: str
 ) -> None:
     with pytest.raises(UserError) as caught:
         check_outputs(outputs, labels, 3, goal, "mine")
-    assert str(caught.value) == f"model 'mine' returned {sentence}"
+    assert str(caught.value) == f"model 'mine' returned {message}"
 
 
 def test_an_objective_of_ones_own_takes_what_it_likes() -> None:
@@ -180,14 +180,12 @@ OBJECTIVES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(("changes", "sentence"), OBJECTIVES.values(), ids=OBJECTIVES)
-def test_an_objective_that_does_not_work_is_told_before_anything_is_trained(
-    tmp_path: Path, changes: dict[str, Any], sentence: str
-) -> None:
+@pytest.mark.parametrize(("changes", "message"), OBJECTIVES.values(), ids=OBJECTIVES)
+def test_a_failing_objective_is_reported_before_training(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     own = replace(REGRESS, name="mine", **changes)
     with pytest.raises(UserError) as caught:
         train_on(replace(line(), objective=own), settings(tmp_path / "run"))
-    assert str(caught.value).startswith(f"objective 'mine': {sentence}") and not (tmp_path / "run").exists()
+    assert str(caught.value).startswith(f"objective 'mine': {message}") and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("metric", ["loss", "my metric", "", "f1-score"])
@@ -361,8 +359,8 @@ def test_the_same_bits_on_any_number_of_ranks(tmp_path: Path, make: Any) -> None
         out = tmp_path / str(size)
         run_threads(size, lambda comm, out=out: train_on(data, settings(out, **changes), comm))
         assert (out / "model.safetensors").read_bytes() == (tmp_path / "alone" / "model.safetensors").read_bytes()
-        told = [[{**r, "bytes_sent": 0} for r in without_seconds(metrics(tmp_path / n))] for n in ("alone", str(size))]
-        assert told[0] == told[1]
+        shown = [[{**r, "bytes_sent": 0} for r in without_seconds(metrics(tmp_path / n))] for n in ("alone", str(size))]
+        assert shown[0] == shown[1]
 
 
 @pytest.mark.parametrize("metric", ["loss", "", "two words", "a-b"])

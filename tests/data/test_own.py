@@ -140,7 +140,7 @@ def test_datasets_of_clients_become_one_with_owners() -> None:
     assert [data.train[i][1] for i in range(5)] == [0, 1, 0, 1, 2]
 
 
-def test_pairs_beside_datasets_become_datasets() -> None:
+def test_pairs_mixed_with_datasets_become_datasets() -> None:
     data = as_data([(X[:2], Y[:2]), plain(3)], (X, Y))
     assert isinstance(data, Datasets) and data.samples == 5 and data.tests == 6
     assert torch.equal(data.test[4][0], X[4]) and int(data.test[4][1]) == 1

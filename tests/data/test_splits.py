@@ -369,11 +369,11 @@ def test_a_manifest_of_many_clients_is_a_summary(monkeypatch: pytest.MonkeyPatch
     assert set(many) == set(few) - {"histogram"} | {"sizes", "classes_per_client"}
     part = split(SplitSpec("quantity", y, 10_001, 0))
     dense = part.histogram(y, 7)
-    told = dense.sum(axis=1)
+    shown = dense.sum(axis=1)
     assert many["sizes"] == {
-        "min": told.min(),
-        "quartiles": np.quantile(told, [0.25, 0.5, 0.75]).tolist(),
-        "max": told.max(),
+        "min": shown.min(),
+        "quartiles": np.quantile(shown, [0.25, 0.5, 0.75]).tolist(),
+        "max": shown.max(),
     }
     assert many["classes_per_client"] == pytest.approx((dense > 0).sum(axis=1).mean())
     assert len(json.dumps(many)) < 500

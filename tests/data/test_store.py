@@ -46,7 +46,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def toy_tensors(value: int) -> Tensors:
-    """Images of one value, but for the first, which tells where an image begins."""
+    """Images of one value, but for the first, which marks where an image begins."""
     x = torch.full((SAMPLES, 1, 2, 2), value, dtype=torch.uint8)
     x[:, 0, 0, 0] = torch.arange(SAMPLES, dtype=torch.uint8)
     y = torch.arange(SAMPLES) % 3
@@ -54,7 +54,7 @@ def toy_tensors(value: int) -> Tensors:
 
 
 def read_toy(files: list[Path]) -> Tensors:
-    """The toy from its file; a line in `reads`, beside it, tells of every reading."""
+    """The toy from its file; a line in `reads`, next to it, records every reading."""
     with (files[0].parent / "reads").open("a") as reads:
         reads.write("once\n")
     return toy_tensors(files[0].read_bytes()[0])
@@ -126,9 +126,9 @@ def test_another_version_or_name_is_another_file(root: Path) -> None:
 
 def test_stored_tensors_become_arrays_with_what_is_said_about_them(root: Path) -> None:
     stored = load(TOY, root)
-    measured, told = stored.arrays("toy", 3), stored.arrays("toy", 4, mean=(0.5,), std=(0.25,), augment="flip")
+    measured, shown = stored.arrays("toy", 3), stored.arrays("toy", 4, mean=(0.5,), std=(0.25,), augment="flip")
     assert (measured.mean, measured.std, measured.classes) == (stored.mean, stored.std, 3)
-    assert (told.mean, told.std, told.classes, told.augment) == ((0.5,), (0.25,), 4, "flip")
+    assert (shown.mean, shown.std, shown.classes, shown.augment) == ((0.5,), (0.25,), 4, "flip")
     assert torch.equal(measured.test_x, toy_tensors(5)["test_x"])
 
 
@@ -190,7 +190,7 @@ def test_nobody_sees_half_of_a_file(root: Path, monkeypatch: pytest.MonkeyPatch)
     assert not list((root / "prepared").glob(".toy-v1*")), "what was written aside is gone"
 
 
-def test_a_write_that_fails_is_told_and_leaves_nothing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_is_reported_and_leaves_nothing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(tensors: Tensors, path: Path, about: dict[str, str]) -> None:
         Path(path).write_bytes(b"half of it")
         raise OSError(28, "No space left on device")
@@ -203,7 +203,7 @@ def test_a_write_that_fails_is_told_and_leaves_nothing(root: Path, monkeypatch: 
     assert value_of(load(TOY, root)) == 5, "and it works when there is room"
 
 
-def test_a_disk_that_gives_back_something_else_is_told(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_returns_other_bytes_is_reported(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save = safetensors.torch.save_file
 
     def rotten(tensors: Tensors, path: Path, about: dict[str, str]) -> None:
@@ -253,7 +253,7 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_file_is_told_and_made_again(
+def test_a_damaged_file_is_reported_and_rebuilt(
     root: Path, damage: Callable[[Path], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     good = load(TOY, root).tensors
@@ -314,7 +314,7 @@ def test_other_files_of_the_same_data_set_are_another_source(root: Path) -> None
     assert load(replace(TOY, find=find), root).sources == ["toy.bin", "toy2.bin"] and reads(root) == 2
 
 
-def test_the_digest_tells_names_kinds_shapes_and_content_apart() -> None:
+def test_the_digest_depends_on_names_kinds_shapes_and_content() -> None:
     x = torch.arange(8, dtype=torch.uint8)
     others: list[Tensors] = [
         {"x": x, "y": x + 1},
@@ -429,9 +429,7 @@ def test_a_root_that_is_a_file_is_refused(tmp_path: Path) -> None:
         load(Source("toy", 1, lambda _: toy_tensors(3), generated=True), tmp_path / "file")
 
 
-def test_a_root_that_may_not_be_looked_into_is_told_in_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_root_is_a_one_line_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     look = Path.stat
 
     def forbidden(self: Path, **how: Any) -> os.stat_result:
@@ -472,7 +470,7 @@ def test_a_missing_source_that_can_be_fetched_is_fetched_and_then_read(
         (UserError("torchvision is not there"), "^torchvision is not there$"),
     ],
 )
-def test_a_download_that_fails_is_one_sentence(root: Path, error: Exception, words: str) -> None:
+def test_a_failed_download_is_a_one_line_error(root: Path, error: Exception, words: str) -> None:
     def fetch(base: Path) -> None:
         raise error
 
@@ -538,7 +536,7 @@ def test_who_comes_after_a_failure_tries_again(root: Path) -> None:
         assert reads(root) == times
 
 
-def test_who_waited_for_two_that_failed_is_told_one_sentence(root: Path) -> None:
+def test_a_waiter_for_two_failures_gets_a_one_line_error(root: Path) -> None:
     """The lock is not fair: one that came later may have had it first, and have failed as well."""
     lock = root / "prepared" / ".toy.lock"
     lock.parent.mkdir()
@@ -575,7 +573,7 @@ def until(true: Callable[[], bool]) -> None:
     time.sleep(0.05)
 
 
-def test_the_lock_tells_what_another_wrote(tmp_path: Path) -> None:
+def test_the_lock_returns_what_another_wrote(tmp_path: Path) -> None:
     path = tmp_path / "lock"
 
     def wait() -> str:
@@ -640,7 +638,7 @@ def test_copies_of_a_root_on_several_nodes_do_not_replace_each_others_file(root:
     root.chmod(0o755)
 
 
-def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_without_a_home_names_the_variable_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("FEDMPI_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
 

@@ -337,7 +337,7 @@ def test_looks_are_a_function_of_the_split_and_the_seed(name: str, root: Path) -
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_held_out_samples_have_looks_as_if_of_one_more_client(name: str, root: Path) -> None:
+def test_held_out_samples_have_the_styles_of_one_more_client(name: str, root: Path) -> None:
     data = many(SETS[name](root), 20_000)
     part = Partition(np.array([0, 5000, 10_000]), np.arange(10_000), shared=np.arange(15_000, 20_000))
     styled = assign_styles(data, part, 0)
@@ -362,7 +362,7 @@ def test_looks_stay_as_they_are(root: Path) -> None:
     assert digests == GOLDEN, "a changed digest changes published results: say so in the CHANGELOG"
 
 
-def test_seen_shows_data_without_looks_and_refuses_what_it_cannot_show(root: Path) -> None:
+def test_seen_shows_data_without_styles_and_refuses_what_it_cannot_show(root: Path) -> None:
     x, y = torch.arange(12, dtype=torch.uint8).view(3, 1, 2, 2), torch.tensor([0, 1, 0])
     plain = Arrays("plain", 2, x, y, x + 100, y, (0.5,), (0.5,))
     assert assign_styles(plain, Partition(np.array([0, 3]), np.arange(3)), 0) is plain

@@ -250,7 +250,11 @@ def test_a_threshold_that_gains_nothing_takes_nobody_for_a_member() -> None:
     learned = cheapest(np.array([[0.1], [0.1], [0.2], [0.3]]), np.array([True, False, False, True]))
     assert learned.cut == math.inf
     verdict = judge(learned, np.array([[0.1], [0.2]]), np.array([True, False]))
-    assert (verdict["accuracy"], verdict["advantage"], verdict["auc"]) == (0.5, 0.0, 1.0)  # the order still tells
+    assert (verdict["accuracy"], verdict["advantage"], verdict["auc"]) == (
+        0.5,
+        0.0,
+        1.0,
+    )  # the order still separates them
 
 
 @given(st.lists(st.tuples(st.integers(0, 6).map(float), st.booleans()), min_size=1, max_size=15))
@@ -285,7 +289,7 @@ def test_logistic_regression_agrees_with_forty_digits() -> None:
     assert fit_logistic(x, member) == pytest.approx(exact, abs=1e-6)
 
 
-def test_logistic_regression_is_finite_where_sides_can_be_told_apart_without_fault() -> None:
+def test_logistic_regression_is_finite_on_separable_sides() -> None:
     x = np.array([[-2.0], [-1.5], [1.5], [2.0], [60.0]])
     member = x[:, 0] > 0
     learned = logistic(x, member)
@@ -312,7 +316,7 @@ def test_the_scale_of_the_answers_does_not_matter(seed: int, scale: float, shift
     assert there == pytest.approx(logistic(x, member).rank(x), abs=1e-5)
 
 
-def test_answers_that_are_all_the_same_tell_nothing() -> None:
+def test_equal_answers_give_no_information() -> None:
     found = contest(logistic, np.full((20, 2), 0.1), repeats=2, seed=0)
     assert (found["accuracy"], found["auc"]) == (0.5, 0.5)
 
@@ -382,7 +386,7 @@ def test_what_was_not_trained_is_not_found(tmp_path: Path) -> None:
         assert abs(found[attacker]["auc"] - 0.5) < 0.03
 
 
-def test_a_control_tells_a_difference_of_the_sets_from_memory(tmp_path: Path) -> None:
+def test_a_control_separates_set_differences_from_memorisation(tmp_path: Path) -> None:
     still = Local(batch=500, lr=1e-9)
     train(by_heart(tmp_path, data="test_attack:shifted", local=still, rounds=1))
     found = attack_run(tmp_path, settings=AttackSettings(repeats=1, control=True))
@@ -531,11 +535,11 @@ def test_an_objective_of_ones_own_is_asked_for_one_sample_at_a_time(learnt: Path
     assert own["loss"]["accuracy"] == pytest.approx(ours["loss"]["accuracy"], abs=0.02)
 
 
-def test_what_a_users_objective_raises_is_told_in_one_sentence(tmp_path: Path, capsys: Any) -> None:
+def test_an_exception_of_a_users_objective_is_a_one_line_error(tmp_path: Path, capsys: Any) -> None:
     train(by_heart(tmp_path, data="test_attack:with_broken_objective", rounds=1))
     assert main(["attack", str(tmp_path)]) == 1
-    told = "evaluating the test samples of 'noise' failed: ZeroDivisionError: not one at a time"
-    assert capsys.readouterr().err == f"fedmpi: {told}\n"
+    shown = "evaluating the test samples of 'noise' failed: ZeroDivisionError: not one at a time"
+    assert capsys.readouterr().err == f"fedmpi: {shown}\n"
 
 
 def test_losses_too_small_for_a_softmax_keep_their_order() -> None:
@@ -652,9 +656,9 @@ def test_data_that_have_changed_since(tmp_path: Path, capsys: Any, monkeypatch: 
 
 def test_the_score_is_compared_on_the_samples_that_the_run_was_scored_on(tmp_path: Path) -> None:
     train(by_heart(tmp_path, eval=Eval(samples=40, batch=25)))
-    told = json.loads((tmp_path / "finished.json").read_text())["test_loss"]
+    shown = json.loads((tmp_path / "finished.json").read_text())["test_loss"]
     found = attack_run(tmp_path, settings=replace(SMALL, samples=30))
-    assert found["samples"] == 30 and abs(found["test_loss"] - told) > 0.01  # others than the 40
+    assert found["samples"] == 30 and abs(found["test_loss"] - shown) > 0.01  # others than the 40
 
 
 def test_options_and_their_bounds(learnt: Path, capsys: Any) -> None:
@@ -700,7 +704,7 @@ def test_a_result_that_cannot_be_written(spoilt: Path, capsys: Any) -> None:
 # The command
 
 
-def test_the_table_is_aligned_and_tells_what_was_found(learnt: Path, spoilt: Path, capsys: Any) -> None:
+def test_the_table_is_aligned_and_shows_the_results(learnt: Path, spoilt: Path, capsys: Any) -> None:
     assert main(["attack", str(learnt), str(spoilt), "--features", "sorted", "--control", "true"]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.split()[:4] == ["run", "attack", "accuracy", "+-"] and len({len(text) for text in (head, *lines)}) == 1

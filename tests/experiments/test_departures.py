@@ -1,4 +1,4 @@
-"""Published numbers beside runs that are not as the recipe has them: every such comparison is marked."""
+"""Published numbers next to runs that deviate from the recipe: every such comparison is marked."""
 
 from __future__ import annotations
 

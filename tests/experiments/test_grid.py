@@ -87,7 +87,7 @@ def test_a_base_may_start_from_a_recipe(tmp_path: Path) -> None:
     assert [p.name for p in points(sweep)] == ["s0", "s1"]
 
 
-def test_names_tell_numbers_of_two_knobs_apart(tmp_path: Path) -> None:
+def test_names_distinguish_numbers_of_two_knobs(tmp_path: Path) -> None:
     tree = {"grid": {"local.lr": [0.1], "server.lr": [0.1, 1], "deterministic": [True]}}
     names = [p.name for p in points(read_sweep(write(tmp_path, tree)))]
     assert names == ["local.lr0.1_server.lr0.1_deterministictrue_s0", "local.lr0.1_server.lr1_deterministictrue_s0"]

@@ -81,8 +81,8 @@ def test_labels_with_a_run_that_did_not_finish_are_out(tmp_path: Path) -> None:
     (tmp_path / "mean_lr0.5_s0" / "finished.json").unlink()
     mean, _ = pick(one, points(one), tmp_path)
     assert mean.best == {"local.lr": "0.1"}
-    told = in_words([mean], Choose(("local.lr",)), {name: "mean" for one in mean.tried for name in one.runs})
-    assert "2 of 3 finished" in told and " + mean: local.lr " in told
+    shown = in_words([mean], Choose(("local.lr",)), {name: "mean" for one in mean.tried for name in one.runs})
+    assert "2 of 3 finished" in shown and " + mean: local.lr " in shown
     for label in ("0.1", "1"):
         (tmp_path / f"mean_lr{label}_s0" / "finished.json").unlink()
     mean, _ = pick(one, points(one), tmp_path)
@@ -95,7 +95,7 @@ def test_runs_are_compared_now_and_then(round: int, at: int) -> None:
 
 
 def hope(home: Path, own: list[float], others: list[list[float]], stop: Stop, by: str = "test") -> str:
-    """What is said of the run with lr 0.1 of the mean, beside two others of its cell."""
+    """What is said of the run with lr 0.1 of the mean, next to two others of its cell."""
     one = sweep(Choose(("local.lr",), by, last=1), stop)
     mine, *rest = [p for p in points(one) if p.labels["mask"] == "mean"]
     write_run(home, mine, own, own, finished=False)
@@ -104,7 +104,7 @@ def hope(home: Path, own: list[float], others: list[list[float]], stop: Stop, by
     return behind(mine, points(one), home, one)
 
 
-def test_a_run_behind_the_median_of_the_others_is_given_up(tmp_path: Path) -> None:
+def test_a_run_below_the_median_is_stopped_early(tmp_path: Path) -> None:
     said = hope(tmp_path, [0.1, 0.2, 0.9], [[0.1, 0.3, 0.3], [0.1, 0.4, 0.4]], Stop(after=2, every=2))
     # Runs are compared at round 2, not at round 3.
     assert said == "best was 0.2000 by round 2, behind 0.3500, which is level with 50% of 2 others"
@@ -118,7 +118,7 @@ def test_a_lower_quantile_is_kinder(tmp_path: Path) -> None:
     assert hope(tmp_path, [0.1, 0.32], [[0.1, 0.3], [0.1, 0.4]], Stop(after=2, every=2, quantile=0.1)) == ""
 
 
-def test_of_losses_the_larger_one_is_behind(tmp_path: Path) -> None:
+def test_a_larger_loss_is_worse(tmp_path: Path) -> None:
     assert "was 5.0000" in hope(tmp_path, [5.0, 5.0], [[3.0, 3.0], [4.0, 4.0]], Stop(2, 2), "train_loss")
 
 
@@ -135,22 +135,22 @@ def test_one_other_is_too_few_and_so_is_one_that_has_not_come_so_far(tmp_path: P
     assert hope(tmp_path, [0.1, 0.1], [[0.1, 0.9], [0.9]], Stop(after=2, every=2)) == ""
 
 
-def test_before_the_first_look_nobody_is_given_up(tmp_path: Path) -> None:
+def test_no_run_is_stopped_before_the_first_check(tmp_path: Path) -> None:
     assert hope(tmp_path, [0.1], [[0.9], [0.9]], Stop(after=2, every=2)) == ""
 
 
 INF = float("inf")
 
 
-def test_what_has_diverged_is_behind_all_that_has_not(tmp_path: Path) -> None:
+def test_a_diverged_run_is_worse_than_any_other(tmp_path: Path) -> None:
     """The second best of six is not behind, because three others are not finite."""
     labels = {str(number): {"local.lr": float(number)} for number in range(6)}
     one = Sweep("s", axes={"local.lr": labels}, choose=Choose(("local.lr",), last=1), stop=Stop(1, 1))
     found = points(one)
     for point, loss in zip(found, [0.5, 0.56, 0.6, INF, INF, INF], strict=True):
         write_run(tmp_path, point, [loss], [0.1], finished=False)
-    told = [behind(point, found, tmp_path, one) for point in found]
-    assert told[:3] == ["", "", ""] and all("was not finite by round 1" in why for why in told[3:])
+    shown = [behind(point, found, tmp_path, one) for point in found]
+    assert shown[:3] == ["", "", ""] and all("was not finite by round 1" in why for why in shown[3:])
 
 
 def test_where_all_have_diverged_nobody_is_ahead(tmp_path: Path) -> None:

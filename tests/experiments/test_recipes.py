@@ -295,17 +295,17 @@ def test_a_recipe_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_a_name_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes", "tmlr-convexx"]) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert told.err.startswith("fedmpi: unknown recipe 'tmlr-convexx'; did you mean 'tmlr-convex'? known: ")
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("fedmpi: unknown recipe 'tmlr-convexx'; did you mean 'tmlr-convex'? known: ")
 
 
 def test_a_sweep_is_not_for_train(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--config", "tmlr-convex"]) == 2
-    sentence = "--config tmlr-convex is a sweep; run it with 'fedmpi sweep tmlr-convex'"
-    assert capsys.readouterr().err == f"fedmpi: {sentence}\n"
+    message = "--config tmlr-convex is a sweep; run it with 'fedmpi sweep tmlr-convex'"
+    assert capsys.readouterr().err == f"fedmpi: {message}\n"
     assert main(["train", "--algorithm", "fedavg", "--config=tmlr-convex"]) == 2
-    assert capsys.readouterr().err == f"fedmpi: {sentence}\n"
+    assert capsys.readouterr().err == f"fedmpi: {message}\n"
 
 
 def test_a_sweep_of_the_users_own_is_not_for_train(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def two(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def few(tmp_path: Path) -> Path:
-    """The least that has a pair: two masks, one seed, nothing measured beside."""
+    """The least that has a pair: two masks, one seed, nothing else measured."""
     return write_sweep(tmp_path / "few", {"mask": MASKS}, 1, lambda labels_of, seed: [a_round(1, 0.5), a_round(2, 0.6)])
 
 
@@ -172,7 +172,7 @@ def test_every_picture_and_table_is_a_file_too(real: tuple[Path, Path]) -> None:
     assert written == {f"{name}.{kind}" for name in shown for kind in ("csv", "md", "tex")}
 
 
-def test_the_page_needs_nothing_beside_it(real: tuple[Path, Path]) -> None:
+def test_the_page_is_self_contained(real: tuple[Path, Path]) -> None:
     text = (real[1] / "index.html").read_text()
     outer = re.sub(r"data:image/svg\+xml;base64,[\w+/=]+", "data:", text)
     assert not re.search(r"https?:|//\w|<script|<link|@import|url\(|javascript:| on\w+=", outer)
@@ -325,9 +325,7 @@ def test_mistakes_are_one_error_message(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_percents_in_the_record_of_a_sweep_are_refused_too(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_percents_in_the_record_of_a_sweep_are_refused_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     home = write_sweep(tmp_path / "two", {"mask": MASKS}, 1, rising, reach=[0.5, 70])
     assert main(["report", str(home), "--out", str(tmp_path / "report"), "--formats", "none"]) == 2
     assert capsys.readouterr().err == (
@@ -355,7 +353,7 @@ def test_an_out_that_is_a_file_or_cannot_be_made_is_refused(
     assert "choose" in capsys.readouterr().err
 
 
-def test_help_tells_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(["report", "--help"])
     said = capsys.readouterr().out
@@ -379,7 +377,7 @@ def test_one_run_is_enough(tmp_path: Path) -> None:
     assert "train with --evaluate agreement" in reader.text and "train with --evaluate clients" in reader.text
 
 
-def test_a_run_without_a_round_is_told(tmp_path: Path) -> None:
+def test_a_run_without_rounds_is_reported(tmp_path: Path) -> None:
     reader = report_of(tmp_path, write_run(tmp_path / "run", [], done=False, rounds=5))
     assert "No run has scored a round yet" in reader.text and "No run has finished a round yet" in reader.text
     assert "Not done: 1 of 1 run (" in reader.text
@@ -456,7 +454,7 @@ def test_names_cannot_break_the_page(tmp_path: Path) -> None:
     assert [text.get_text().strip() for text in shown][1] == "_hidden, fedavg + gma" and len(shown) == 3
 
 
-def test_a_sweep_record_that_is_broken_is_told(tmp_path: Path, two: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_sweep_record_is_reported(tmp_path: Path, two: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (two / "sweep.json").write_text('{"runs": 3}')
     assert main(["report", str(two), "--out", str(tmp_path / "report")]) == 2
     assert "is no record of a sweep" in capsys.readouterr().err
@@ -562,7 +560,7 @@ def test_no_two_lines_look_alike_even_in_grey(kinds: int, masks: int) -> None:
     assert len({grey(one) for one in assign_styles(series).values()}) == len(series)
 
 
-def test_the_kind_and_the_mask_can_be_told_from_a_look() -> None:
+def test_kind_and_mask_follow_from_the_style() -> None:
     found = assign_styles([(f"kind{k}", f"mask{m}") for k in range(8) for m in range(4)])
     assert all(one.colour == style.COLOURS[int(kind[-1])] for (kind, _), one in found.items())
     assert all(one.dash == style.DASHES[int(mask[-1])] for (_, mask), one in found.items())
@@ -577,7 +575,7 @@ def no_two_alike(placed: list[Placed]) -> bool:
     )
 
 
-def test_labels_of_one_mask_have_looks_of_their_own() -> None:
+def test_labels_of_one_mask_have_styles_of_their_own() -> None:
     loose = [made([0.5], mask="mean", data="mnist"), *(made([0.5], tau=tau, data="fmnist") for tau in (0.2, 0.4))]
     assert no_two_alike(place(group(loose)))
     arms = {"fedavg": "mean", "fedgma-0.01": "and", "fedgma-0.1": "and", "fedgma-1": "and"}
@@ -637,7 +635,7 @@ def test_one_seed_has_no_test(tmp_path: Path) -> None:
     assert "2.00 points better" in said and "too few for a test" in said
 
 
-def test_a_draw_is_told_as_one(tmp_path: Path) -> None:
+def test_a_draw_is_reported_as_a_draw(tmp_path: Path) -> None:
     (said,) = verdicts(pairs_of(tmp_path, [0.0, 0.0, 0.0]))
     assert "the best test accuracy is the same;" in said
 
@@ -683,7 +681,7 @@ def test_the_picture_of_pairs_shows_the_seeds_that_are_compared(tmp_path: Path) 
 # Published, reached
 
 
-def test_published_numbers_stand_beside_the_measured(tmp_path: Path) -> None:
+def test_published_numbers_are_shown_next_to_the_measured(tmp_path: Path) -> None:
     said = {"source": "a paper", "measure": "best", "columns": "mask", "rows": [{"mean": 70.0, "gma": 80.5}]}
     home = write_sweep(tmp_path / "two", {"mask": MASKS}, 3, rising, published=said)
     section = section_of("published", material_of(home))
@@ -828,7 +826,7 @@ def test_without_two_alphas_the_share_is_shown_by_group(two: Path) -> None:
     assert "share" in pictures(section) and "share-alpha" not in pictures(section)
 
 
-def test_participating_clients_beside_the_others(two: Path) -> None:
+def test_participating_clients_next_to_the_others(two: Path) -> None:
     section = section_of("clients", material_of(two))
     first = tables(section)["clients"].table.rows[0]
     assert [show(cell) for cell in first] == ["fedavg + mean", "58.00 ± 1.00", "48.00 ± 1.00", "10.00 ± 0.00"]
@@ -849,7 +847,7 @@ def test_participating_clients_by_a_metric_of_ones_own(tmp_path: Path) -> None:
     assert len(find_runs([folder])[0].records) == 1, "no number where one is looked for: no round"
 
 
-def test_what_stands_beside_is_of_the_last_rounds(tmp_path: Path) -> None:
+def test_the_side_columns_are_of_the_last_rounds(tmp_path: Path) -> None:
     rounds = [measured(n, n / 100) if n % 5 == 0 else a_round(n, None) for n in range(1, 51)]
     table = tables(section_of("gap", material_of(write_run(tmp_path / "run", rounds))))["gap-accuracy"].table
     assert [show(cell) for cell in table.rows[0]] == ["fedavg + gma", "57.50", "47.50", "10.00"], "rounds 45 and 50"
@@ -905,7 +903,7 @@ def test_attacks_are_shown_where_they_were_made(two: Path) -> None:
     assert "so their errors are not independent" in " ".join(table.notes)
 
 
-def test_an_attack_that_does_not_tell_its_samples_has_no_interval(two: Path) -> None:
+def test_an_attack_without_its_sample_count_has_no_interval(two: Path) -> None:
     for judged in (None, 0, 100):
         for folder in two.glob("gma*"):
             found = {"judged": judged, "loss": {"accuracy": 7.0 if judged == 100 else 0.5}}
@@ -939,24 +937,24 @@ def test_labels_are_drawn_once_for_each_split(two: Path, tmp_path: Path) -> None
     assert sum(bar.get_width() for bar in axes.patches) == 115
 
 
-def test_a_partition_of_very_many_clients_is_told_in_a_sentence(tmp_path: Path) -> None:
+def test_a_partition_of_many_clients_is_summarised_in_text(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", [a_round(1, 0.5)])
-    told = json.loads((folder / "partition.json").read_text())
-    del told["histogram"]
-    told |= {
+    printed = json.loads((folder / "partition.json").read_text())
+    del printed["histogram"]
+    printed |= {
         "clients": 20_000,
         "sizes": {"min": 1, "quartiles": [2, 3.5, 1e3], "max": 5000},
         "classes_per_client": 1.75,
     }
-    (folder / "partition.json").write_text(json.dumps(told))
+    (folder / "partition.json").write_text(json.dumps(printed))
     (said,) = section_of("labels", material_of(folder)).parts
     assert isinstance(said, str) and "20,000 clients with 1 to 5,000 samples each (quartiles 2, 4, 1,000)" in said
-    (folder / "partition.json").write_text(json.dumps(told | {"sizes": "many"}))
+    (folder / "partition.json").write_text(json.dumps(printed | {"sizes": "many"}))
     assert "has no samples per client" in absent(section_of("labels", material_of(folder)))
 
 
 @pytest.mark.parametrize("histogram", [[[1, 2], [3]], "none", [], [[]], [[0, 0]], [[-1, 2]], [[1e400]]])
-def test_a_histogram_that_is_none_is_told(histogram: Any, tmp_path: Path) -> None:
+def test_an_invalid_histogram_is_reported(histogram: Any, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", [a_round(1, 0.5)], histogram=histogram)
     assert "has no samples per client" in absent(section_of("labels", material_of(folder)))
 

@@ -89,7 +89,7 @@ def test_no_file_of_the_old_runs_is_large() -> None:
         assert sum(file.stat().st_size for file in config.parent.iterdir()) < 10_000
 
 
-def test_what_does_not_matter_to_a_checkpoint_does_not_tell_runs_apart_either() -> None:
+def test_options_a_checkpoint_ignores_do_not_distinguish_runs() -> None:
     assert set(FREE) <= set(IDLE)
 
 
@@ -367,7 +367,7 @@ def test_groups_are_what_differs_in_more_than_the_seed() -> None:
     assert first.runs == [runs[2], runs[0]] and first.repeats == []
 
 
-def test_labels_have_the_mask_and_what_tells_groups_apart_and_no_more() -> None:
+def test_labels_have_the_mask_and_the_options_that_differ() -> None:
     def one(**knobs: Any) -> Run:
         return made([0.5], **knobs)
 
@@ -385,8 +385,8 @@ def test_labels_have_the_mask_and_what_tells_groups_apart_and_no_more() -> None:
         "server.mask_moments true, fedavg + gma",
         "server.mask_moments false, fedavg + gma",
     ]
-    told = [f"meta.weights {weights}, fedavg + gma" for weights in ("[2, 1]", "null")]
-    assert labels([one(meta__weights=[2, 1]), one()]) == told
+    shown = [f"meta.weights {weights}, fedavg + gma" for weights in ("[2, 1]", "null")]
+    assert labels([one(meta__weights=[2, 1]), one()]) == shown
 
 
 def test_a_label_of_a_sweep_that_hides_the_mask_is_followed_by_it() -> None:
@@ -403,7 +403,7 @@ def test_a_label_of_a_sweep_that_hides_the_mask_is_followed_by_it() -> None:
     assert labels(plain) == ["tau 0.2, fedavg + mean", "tau 0.4, fedavg + mean"], "each has a label of its own"
 
 
-def test_labels_tell_of_another_task_though_the_masks_would_tell_the_groups_apart() -> None:
+def test_labels_name_another_task_even_if_the_masks_differ() -> None:
     gma = [made([0.5], tau=tau, data="fmnist", rounds=40) for tau in (0.2, 0.4)]
     assert labels([*gma, made([0.5], mask="mean", data="mnist", rounds=50)]) == [
         "fmnist, rounds 40, fedavg + gma 0.2",
@@ -411,8 +411,8 @@ def test_labels_tell_of_another_task_though_the_masks_would_tell_the_groups_apar
         "mnist, rounds 50, fedavg + mean",
     ]
     for knob, values in {"model": ("lenet", "cnn"), "split": ("iid", "classes"), "clients": (10, 100)}.items():
-        told = labels([made([0.5], mask=mask, **{knob: values[mask == "gma"]}) for mask in ("mean", "gma")])
-        assert [label.split(",")[0].split()[-1] for label in told] == [str(value) for value in values]
+        shown = labels([made([0.5], mask=mask, **{knob: values[mask == "gma"]}) for mask in ("mean", "gma")])
+        assert [label.split(",")[0].split()[-1] for label in shown] == [str(value) for value in values]
     swept = [made([0.5], labels={"mask": mask}, mask=mask, data=f"of-{mask}") for mask in ("mean", "gma")]
     assert labels(swept) == ["fedavg + mean", "fedavg + gma"], "the sweep says what its labels stand for"
 
@@ -439,7 +439,7 @@ def test_runs_of_one_sweep_are_grouped_by_their_labels() -> None:
     assert labels(others) == ["clients 10, fedavg + gma", "clients 100, fedavg + gma"]
 
 
-def test_a_run_beside_a_sweep_is_grouped_with_it_by_knobs() -> None:
+def test_a_run_outside_a_sweep_is_grouped_with_it_by_knobs() -> None:
     swept = [made([0.5], labels={"mask": mask}, mask=mask) for mask in ("mean", "gma")]
     assert labels([*swept, made([0.6], mask="gma", seed=1)]) == ["fedavg + mean", "fedavg + gma"]
 

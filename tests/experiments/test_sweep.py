@@ -169,9 +169,9 @@ def test_a_sweep_is_looked_at_followed_and_cancelled_by_its_folder(
         try:
             wait_for(lambda: (newest_checkpoint(home / "mean_s0") or 0) >= 4)
             assert main(["status", str(home)]) == 0
-            told = capsys.readouterr().out
-            assert "mean_s0  fedavg + mean     running " in told and "gma_s1   fedavg + gma 0.4  waiting " in told
-            assert "4 runs: 1 running, 3 waiting; about" in told and told.endswith("; 1 thread per rank\n")
+            shown = capsys.readouterr().out
+            assert "mean_s0  fedavg + mean     running " in shown and "gma_s1   fedavg + gma 0.4  waiting " in shown
+            assert "4 runs: 1 running, 3 waiting; about" in shown and shown.endswith("; 1 thread per rank\n")
             assert main(["status", str(home), "--json"]) == 0
             states = {Path(one["run"]).name: one["state"] for one in json.loads(capsys.readouterr().out)}
             assert states == dict(zip(NAMES, ["running", *["waiting"] * 3], strict=True))
@@ -185,9 +185,9 @@ def test_a_sweep_is_looked_at_followed_and_cancelled_by_its_folder(
             raise
         assert process.wait(60) == 75
     assert "round" in out and "mean_s0 is stopped (by SIGTERM after round" in err and following.returncode == 0
-    told = capsys.readouterr().out
-    assert f"the sweep's process {process.pid} ended" in told and "mean_s0: stopped; the checkpoint of round" in told
-    assert "1 stopped, 3 waiting; the same 'fedmpi sweep' resumes it" in told
+    shown = capsys.readouterr().out
+    assert f"the sweep's process {process.pid} ended" in shown and "mean_s0: stopped; the checkpoint of round" in shown
+    assert "1 stopped, 3 waiting; the same 'fedmpi sweep' resumes it" in shown
     assert main(["cancel", str(home)]) == 2 and "has no running or queued runs" in capsys.readouterr().err
     assert main(["status"]) == 0
     assert capsys.readouterr().out.startswith("runs/tiny  sweep, 4 runs: 1 stopped, 3 waiting; about ")
@@ -229,8 +229,8 @@ def test_a_run_that_fails_is_named_and_tried_again(tmp_path: Path) -> None:
         assert "bad_s0 failed with exit code 2: fedmpi: data set 'faulty:data'" in out and "the disk is on fire" in out
         assert (home / "good_s0" / "finished.json").exists()
     assert starts(home / "good_s0") == 1
-    told = sweep(file, "--out", home, "--status", PYTHONPATH=str(tmp_path))[1]
-    assert re.search(r"bad_s0   fedavg \+ \w+( 0.4)?  +failed", told) and "the disk is on fire" in told
+    shown = sweep(file, "--out", home, "--status", PYTHONPATH=str(tmp_path))[1]
+    assert re.search(r"bad_s0   fedavg \+ \w+( 0.4)?  +failed", shown) and "the disk is on fire" in shown
 
 
 @pytest.mark.processes
@@ -244,7 +244,7 @@ def test_two_sweeps_that_begin_together_divide_the_work(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_a_sweep_that_nobody_listens_to_goes_on(tmp_path: Path) -> None:
+def test_a_sweep_continues_when_its_output_is_closed(tmp_path: Path) -> None:
     file, home = write(tmp_path), tmp_path / "out"
     with start(file, "--out", home) as process:
         assert process.stdout is not None and process.stderr is not None
@@ -255,7 +255,7 @@ def test_a_sweep_that_nobody_listens_to_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_a_search_gives_up_what_is_behind_and_chooses_among_the_rest(tmp_path: Path) -> None:
+def test_a_search_stops_bad_runs_and_picks_from_the_rest(tmp_path: Path) -> None:
     file = write(
         tmp_path,
         base=base(rounds=20, mask="mean"),
@@ -386,9 +386,9 @@ def test_a_run_with_other_knobs_is_not_taken_for_this_one(tmp_path: Path, capsys
     assert main(["sweep", str(write(tmp_path, base=knobs)), "--out", str(home)]) == 2
     assert "local.steps was 5 and is null" in capsys.readouterr().err
     assert main(["sweep", str(write(tmp_path)), "--out", str(home), "--set", "rounds=1", "--dry_run"]) == 0
-    told = capsys.readouterr().out
-    assert "gma_s1  fedavg + gma 0.4, seed 1" in told and "4 runs in" in told
-    assert f"{home}, 1 thread per rank; nothing was started" in told
+    shown = capsys.readouterr().out
+    assert "gma_s1  fedavg + gma 0.4, seed 1" in shown and "4 runs in" in shown
+    assert f"{home}, 1 thread per rank; nothing was started" in shown
 
 
 def test_an_overview_in_words() -> None:

@@ -283,7 +283,7 @@ def test_a_metric_that_falls_is_no_accuracy() -> None:
     assert "Less error is better." in table.notes and "Accuracies in percent." not in table.notes
 
 
-def test_a_seed_that_was_run_twice_is_told() -> None:
+def test_a_seed_that_was_run_twice_is_reported() -> None:
     table = summary_table(group([made([0.5], name="a"), made([0.5], name="b")]))
     assert "Left out as repeats of a seed: 1 run." in table.notes
 
@@ -303,8 +303,8 @@ def test_the_table_of_rounds_by_hand() -> None:
 def test_a_run_under_way_has_not_missed_a_value() -> None:
     late = made([0.1], seed=2, done=False, rounds=3)
     table = reach_table(group([made([0.1, 0.5, 0.7], seed=0), made([0.6] * 3, seed=1), late]), [0.5, 0.7])
-    told = cells(table, "fedavg + gma")
-    assert (told["rounds to 50%"], told["rounds to 70%"]) == ("1.5 ± 0.7 (1 not done)", "3 (1 of 2, 1 not done)")
+    printed = cells(table, "fedavg + gma")
+    assert (printed["rounds to 50%"], printed["rounds to 70%"]) == ("1.5 ± 0.7 (1 not done)", "3 (1 of 2, 1 not done)")
     alone = reach_table(group([replace(late, config=late.config | {"seed": seed}) for seed in (0, 1)]), [0.1, 0.7])
     assert [show(cell) for cell in alone.rows[0][2:]] == ["1.0 ± 0.0 (2 not done)", "not yet"]
 
@@ -316,7 +316,7 @@ def both_sides(plain: list[float], masked: list[float], **knobs: Any) -> list[Ru
     return [*seeds(plain, mask="mean", **knobs), *seeds(masked, mask="gma", **knobs)]
 
 
-def test_avg_beside_gma_by_hand() -> None:
+def test_avg_next_to_gma_by_hand() -> None:
     runs = both_sides([0.80, 0.82, 0.84], [0.81, 0.84, 0.87])
     runs += both_sides([0.9, 0.9, 0.9], [0.8, 0.9, 0.85], algorithm="fedprox")
     table = mask_table(group(runs))
@@ -383,14 +383,14 @@ def test_no_two_pairs_have_the_same_row() -> None:
 
     mean, other = made([0.5], mask="mean", local__lr=0.01), made([0.5], mask="gma", tau=0.8, local__lr=0.1)
     fast, slow = (made([0.5], mask="gma", local__lr=lr) for lr in (0.5, 0.1))
-    told = rows(mean, fast, slow, other)
-    assert told[:2] == [("local.lr 0.5, fedavg", "gma 0.4"), ("local.lr 0.1, fedavg", "gma 0.4")]
-    assert told[2] == ("fedavg", "gma 0.8"), "a mask of its own says enough"
+    printed = rows(mean, fast, slow, other)
+    assert printed[:2] == [("local.lr 0.5, fedavg", "gma 0.4"), ("local.lr 0.1, fedavg", "gma 0.4")]
+    assert printed[2] == ("fedavg", "gma 0.8"), "a mask of its own says enough"
     sharp = [made([0.5], mask="sand", sharpness=sharpness) for sharpness in (1.0, 9.0)]
     assert len(set(rows(made([0.5], mask="mean"), *sharp))) == 2
 
 
-def test_arms_with_other_seeds_or_other_rates_are_told() -> None:
+def test_pairs_with_other_seeds_or_other_rates_are_reported() -> None:
     uneven = mask_table(group(both_sides([0.5, 0.6, 0.7, 0.9], [0.6, 0.8, 0.9])))
     assert show(uneven.rows[0][4]).startswith("+16.67") and "over common seeds" in " ".join(uneven.notes)
     others = [made([value], mask="gma", seed=seed) for seed, value in ((7, 0.6), (8, 0.7), (9, 0.9))]
@@ -468,7 +468,7 @@ def swept(scores: dict[tuple[str, str], list[float]]) -> list[Run]:
     ]
 
 
-def test_published_beside_measured_by_hand() -> None:
+def test_published_next_to_measured_by_hand() -> None:
     runs = swept({("fedavg", "mean"): [0.85, 0.87], ("fedavg", "gma"): [0.88], ("fedprox", "mean"): [0.7]})
     rows = [
         {"clients": 10, "algorithm": "fedavg", "mean": 85.58, "gma": 86.27},
@@ -567,9 +567,9 @@ def test_costs_and_agreement_leave_out_what_is_not_done() -> None:
         for record in run.records:
             record |= {"seconds": {"local": local}, "bytes_sent": 1_000_000, "agreement": local / 100}
     groups = group(runs)
-    told = cells(cost_table(groups), "fedavg + gma")
-    assert (told["seeds"], told["local s"], told["s per round"]) == ("2 (of 3)", "8.0 ± 5.7", "2.000 ± 1.414")
-    assert told["MB sent"] == "4.0 ± 0.0"
+    printed = cells(cost_table(groups), "fedavg + gma")
+    assert (printed["seeds"], printed["local s"], printed["s per round"]) == ("2 (of 3)", "8.0 ± 5.7", "2.000 ± 1.414")
+    assert printed["MB sent"] == "4.0 ± 0.0"
     older = cells(bytes_table(groups), "fedavg + gma")
     assert {older[name] for name in older if " up" in name or " down" in name} == {"-"}
     assert cells(agreement_table(groups), "fedavg + gma")["agreement"] == "0.020 ± 0.014"

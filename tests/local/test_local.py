@@ -243,7 +243,7 @@ def test_scaffold_with_equal_controls_moves_as_sgd(
 
 
 def test_a_client_that_does_not_move_keeps_its_control_or_takes_the_whole_gradient() -> None:
-    # no step, or steps of a rate 0 (`step:10,0` is a schedule too): nothing can be told from the steps, but the
+    # no step, or steps of a rate 0 (`step:10,0` is a schedule too): the steps say nothing, but the
     # gradient at 1 of the whole loss towards 0 is 1
     for lr, targets in ((0.1, []), (0.0, [0.0] * 2)):
         for option, keep, send in (("II", 0.25, 0.0), ("I", 1.0, 0.75)):
@@ -533,18 +533,18 @@ def test_the_steps_and_the_evaluation_of_uga_count_and_its_way_back_does_not(tra
 # Names, and rules from outside
 
 
-def test_an_unknown_rule_is_told_its_neighbour() -> None:
+def test_an_unknown_rule_gets_the_closest_match() -> None:
     with pytest.raises(UserError, match="unknown local rule 'sdg'; did you mean 'sgd'"):
         make_local("sdg", LocalKnobs())
 
 
-def test_an_unknown_option_is_told_what_there_is() -> None:
+def test_the_error_of_an_unknown_option_lists_all() -> None:
     with pytest.raises(UserError) as caught:
         make_local("scaffold", LocalKnobs(option="III"))
     assert str(caught.value) == "unknown --local.option 'III'; did you mean 'II'? known: I, II"
 
 
-def test_an_unknown_gradient_is_told_what_there_is() -> None:
+def test_the_error_of_an_unknown_gradient_lists_all() -> None:
     with pytest.raises(UserError) as caught:
         make_local("fedgma2021", LocalKnobs(gradient="first"))
     assert str(caught.value) == "unknown --local.gradient 'first'; known: initial, last"

@@ -205,17 +205,15 @@ def test_a_row_larger_than_a_block_has_a_file_of_its_own(tmp_path: Path, monkeyp
     assert torch.equal(memory.read(1)["b"], vector(-1)) and torch.equal(memory.read(0)["a"], vector(0))
 
 
-def test_a_full_disk_is_told_in_a_sentence_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(fd: int, offset: int, size: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("os.posix_fallocate", full)
     memory = Memory(("a",), 1 << 20, limit_bytes=0, folder=tmp_path)
-    with pytest.raises(RunError) as told:
+    with pytest.raises(RunError) as caught:
         keep(memory, 0, {"a": torch.zeros(1 << 20)})
-    assert str(told.value) == (
+    assert str(caught.value) == (
         f"clients' memories need 67.1 MB more in {tmp_path}, which failed (No space left on device); "
         "name another --memory.folder, or raise --memory.limit"
     )
@@ -223,7 +221,7 @@ def test_a_full_disk_is_told_in_a_sentence_before_anything_is_written(
     assert len(memory) == 0, "a row that could not be had"
 
 
-def test_a_folder_that_is_not_there_is_told_too(tmp_path: Path) -> None:
+def test_a_missing_folder_is_refused_too(tmp_path: Path) -> None:
     memory = Memory(("a",), LENGTH, limit_bytes=0, folder=tmp_path / "nowhere")
     with pytest.raises(RunError, match=r"nowhere, which failed \(No such file or directory\)"):
         keep(memory, 0, {"a": vector(0)})

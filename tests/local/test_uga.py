@@ -299,7 +299,7 @@ def test_five_epochs_of_lenet_fit_a_small_machine_and_more_epochs_take_no_more()
     assert after_five < after_two + 70  # the 57 further points are 14 MB; a graph kept for each adds 150
 
 
-# What getrusage tells begins with what the parent had, which may be more.
+# getrusage starts from the parent's value, which may be more.
 LENET = """
 import re
 import numpy as np, torch

@@ -83,7 +83,7 @@ def chain() -> tuple[list[nn.Conv2d], Tensor]:
 
 
 @pytest.mark.parametrize("frozen", [(), (0,), (0, 1, 2, 3), (1, 4), (2, 3), (0, 5, 6), (3, 4, 5, 6)])
-def test_layers_behind_each_other_give_what_torch_gives(frozen: tuple[int, ...]) -> None:
+def test_stacked_layers_equal_torch(frozen: tuple[int, ...]) -> None:
     """Whatever of images, weights and biases is trained; numbers are those of images and parameters in turn."""
     convs, x = chain()
     inputs = [x, *(p for conv in convs for p in (conv.weight, conv.bias))]
@@ -99,7 +99,7 @@ def test_layers_behind_each_other_give_what_torch_gives(frozen: tuple[int, ...])
     assert len(Room.spare) == len(convs)
 
 
-def test_layers_behind_each_other_can_be_differentiated_again() -> None:
+def test_stacked_layers_can_be_differentiated_twice() -> None:
     convs, x = chain()
     inputs = [x, *(p for conv in convs for p in (conv.weight, conv.bias))]
 
@@ -145,7 +145,7 @@ def test_second_derivatives_are_those_of_torch() -> None:
     assert close(ours, theirs)
 
 
-def test_a_graph_can_be_gone_through_twice_and_beside_others() -> None:
+def test_a_graph_can_be_traversed_twice_and_with_others() -> None:
     """Memory is used again by later calls: what an earlier one has kept must not be theirs."""
     conv, x, ahead = make()
     out = conv_pool_relu(x, conv)
@@ -215,7 +215,7 @@ def test_many_images_go_through_in_parts_where_no_gradient_is_wanted() -> None:
     assert len(conv_pool_relu(x, conv)) == 2 * AT_ONCE + 3
 
 
-def test_training_goes_on_where_evaluation_has_been() -> None:
+def test_training_continues_after_evaluation() -> None:
     conv, x, ahead = make()
     with torch.inference_mode():
         conv_pool_relu(x, conv)

@@ -268,7 +268,7 @@ def test_torchvision_is_imported_only_for_a_model_that_needs_it() -> None:
 # The character model
 
 
-def test_the_gru_has_8_and_256_units_and_looks_at_the_last_position() -> None:
+def test_the_gru_has_8_and_256_units_and_reads_the_last_position() -> None:
     torch.manual_seed(0)
     model = GRU(80, 70)
     assert parameters(model) == 80 * 8 + 3 * 256 * (8 + 256 + 2) + 256 * 70 + 70
@@ -376,7 +376,7 @@ def test_a_classifier_of_torchvision_takes_any_number_of_channels(name: str, cha
     assert [p.shape for p in model.parameters()][1:] == [p.shape for p in usual.parameters()][1:]
 
 
-def test_some_classifiers_of_torchvision_are_told_the_size_of_the_images() -> None:
+def test_some_classifiers_of_torchvision_get_the_image_size() -> None:
     with torch.device("meta"):  # no memory, no arithmetic
         for name, side in (("vit_b_16", 64), ("maxvit_t", 448)):
             model = made(f"torchvision:{name}", images(1, side, side, 5))
@@ -429,7 +429,7 @@ def test_data_that_a_model_is_not_for(name: str, offers: dict[str, Any], said: s
     assert f"'shakespeare' has {said.partition(' has ')[2]}" in refusal(name, offers, "shakespeare")
 
 
-def test_an_unknown_model_is_told_its_neighbour_and_what_there_is() -> None:
+def test_the_error_of_an_unknown_model_has_the_closest_match_and_lists_all() -> None:
     with pytest.raises(UserError) as caught:
         find_model("lenett")
     assert str(caught.value) == (

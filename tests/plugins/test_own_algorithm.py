@@ -87,11 +87,11 @@ def test_a_users_rules_give_the_same_bits_alone_and_on_any_number_of_ranks(choic
     report = run(prepared(choice, "alone"), SoloComm(), ALONE, CPU, {}).last
     assert report.clients == 5 and not report.dropped
     model = (folder / "alone" / "model.safetensors").read_bytes()
-    told = numbers(folder / "alone")
+    shown = numbers(folder / "alone")
     for size in (1, 2, 3):
         on_ranks(size, choice, f"ranks-{size}")
         assert (folder / f"ranks-{size}" / "model.safetensors").read_bytes() == model, size
-        assert numbers(folder / f"ranks-{size}") == told
+        assert numbers(folder / f"ranks-{size}") == shown
 
 
 @pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES)
@@ -113,7 +113,7 @@ def test_every_option_of_the_page_is_accepted() -> None:
         prepared(words, "out")
 
 
-def test_the_memory_of_the_page_lives_on_and_its_channel_moves(folder: Path) -> None:
+def test_the_memory_of_the_page_is_kept_and_its_channel_moves(folder: Path) -> None:
     """Two rounds with a momentum that is kept differ from two rounds of which each begins with none."""
     run(prepared("--local.rule my_rules:carry --rounds 1", "one"), SoloComm(), ALONE, CPU, {})
     run(prepared("--rounds 1", "one-plain"), SoloComm(), ALONE, CPU, {})

@@ -1,4 +1,4 @@
-"""A user's own rules, masks and algorithms by their import path: every mistake in a sentence, and whole runs."""
+"""A user's own rules, masks and algorithms by their import path: every mistake as a one-line error, and whole runs."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_a_module_in_a_package(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "sentence"),
+    ("path", "message"),
     [
         (
             "nowhere:half",
@@ -214,8 +214,8 @@ def test_a_module_in_a_package(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_every_mistake_is_told_in_a_sentence_and_leaves_by_2(
-    tmp_path: Path, path: str, sentence: str, capsys: pytest.CaptureFixture[str]
+def test_every_mistake_is_a_one_line_error_with_exit_code_2(
+    tmp_path: Path, path: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "broken.py").write_text("raise ValueError('two lines\\n in one')")
     (tmp_path / "typo.py").write_text("def half(:\n")
@@ -224,8 +224,8 @@ def test_every_mistake_is_told_in_a_sentence_and_leaves_by_2(
     assert main(["train", *QUICK, "--out", "run", "--mask", path]) == 2
     said = capsys.readouterr()
     assert said.out == "" and said.err.endswith("\n") and said.err.count("\n") == 1
-    told = said.err.removeprefix("fedmpi: ").rstrip("\n")
-    assert told == sentence or (sentence.endswith("...") and told.startswith(sentence[:-3])), told
+    shown = said.err.removeprefix("fedmpi: ").rstrip("\n")
+    assert shown == message or (message.endswith("...") and shown.startswith(message[:-3])), shown
     assert not Path("run").exists()
 
 
@@ -233,7 +233,7 @@ def test_every_mistake_is_told_in_a_sentence_and_leaves_by_2(
     ("option", "kind", "knobs"),
     [("--local.rule", "local rule", "LocalKnobs"), ("--server.rule", "server rule", "ServerKnobs")],
 )
-def test_rules_are_told_apart_in_the_sentences(
+def test_errors_name_the_rule_they_belong_to(
     option: str, kind: str, knobs: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for path, words in (
@@ -381,7 +381,7 @@ nothing = Row("sgd", None)
 
 
 @pytest.mark.parametrize(
-    ("option", "sentence"),
+    ("option", "message"),
     [
         ("--server.rule servers:returns", "a step changes w and its moments in place (add_, copy_), returns nothing"),
         ("--server.rule servers:rebinds", "a step changes w and its moments in place (add_, copy_), returns nothing"),
@@ -393,13 +393,13 @@ nothing = Row("sgd", None)
     ],
 )
 def test_a_rule_or_row_that_would_train_wrongly_is_refused(
-    option: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    option: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "servers.py").write_text(SERVERS)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as caught:
         prepare(parse(option.split()))
-    assert sentence in str(told.value)
+    assert message in str(caught.value)
 
 
 # Functions that take what they name of what is offered
@@ -431,7 +431,7 @@ def test_a_function_gets_what_its_parameters_name_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "offered", "sentence"),
+    ("make", "offered", "message"),
     [
         (7, OFFERED, "model 'm' is int; it must be a function or a class"),
         (
@@ -445,15 +445,15 @@ def test_a_function_gets_what_its_parameters_name_and_nothing_else() -> None:
         (lambda: sys.exit(4), OFFERED, "model 'm' raised SystemExit (test_plugins.py, line "),
     ],
 )
-def test_a_function_that_cannot_be_called_with_the_offers_is_told(make: Any, offered: dict, sentence: str) -> None:
+def test_a_function_with_an_unknown_parameter_is_refused(make: Any, offered: dict, message: str) -> None:
     with pytest.raises(UserError) as caught:
         call_with("model", "m", make, offered)
-    assert str(caught.value).startswith(sentence)
+    assert str(caught.value).startswith(message)
 
 
-def test_a_sentence_of_the_functions_own_is_passed_on() -> None:
+def test_an_error_message_of_the_function_is_passed_on() -> None:
     def refuses() -> None:
-        raise UserError("my own sentence")
+        raise UserError("my own message")
 
-    with pytest.raises(UserError, match="^my own sentence$"):
+    with pytest.raises(UserError, match="^my own message$"):
         call_with("model", "m", refuses, OFFERED)

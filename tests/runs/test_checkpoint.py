@@ -90,7 +90,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_a_state_saved_on_some_ranks_goes_on_on_others_to_the_last_bit(name: str, tmp_path: Path) -> None:
+def test_a_state_resumes_on_another_number_of_ranks_bit_for_bit(name: str, tmp_path: Path) -> None:
     """From 1 to 4 ranks to 1 to 4 others: after reading and after one more round, all is as if nothing had been."""
     meta = np.arange(9) if ALGORITHMS[name].defaults.get("meta.size") else None
     how, algo = plan(rounds=3, cohort=4, work=Work(batch=8)), made(name)
@@ -265,7 +265,7 @@ def test_files_of_which_less_than_half_is_valid_are_written_anew_and_go(tmp_path
     assert restored(tmp_path) == {0: 200.0, 1: 401.0, 2: 302.0, 3: 103.0}
 
 
-def test_what_another_rank_is_just_writing_is_left_alone_until_the_next_life(tmp_path: Path) -> None:
+def test_files_another_rank_writes_are_kept_until_the_next_start(tmp_path: Path) -> None:
     """safetensors writes into a file of its own naming first; to remove that would make the other rank's save fail."""
     state, underway = of_memories(), tmp_path / "checkpoints" / "clients" / ".tmpA1b2C3"
     with Saver(tmp_path, each(keep=1), FINGERPRINT, SoloComm(), None) as saver:
@@ -404,7 +404,7 @@ def rounds_kept(out: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_a_run_through_several_lives_ends_as_an_undisturbed_one(name: str, tmp_path: Path) -> None:
+def test_a_run_restarted_several_times_ends_as_an_undisturbed_one(name: str, tmp_path: Path) -> None:
     """Stopped after round 1 on 4 ranks, fallen over in round 4 on 2, finished on 3."""
     meta = Meta(size=30) if ALGORITHMS[name].defaults.get("meta.size") else Meta()
     cfg = settings_of(tmp_path / "restarted", algorithm=name, rounds=6, checkpoint=EACH, meta=meta, eval=Eval(every=2))
@@ -418,7 +418,7 @@ def test_a_run_through_several_lives_ends_as_an_undisturbed_one(name: str, tmp_p
     assert not (tmp_path / "restarted" / "stopped.json").exists()
 
 
-def test_the_best_metric_of_an_earlier_life_counts(tmp_path: Path) -> None:
+def test_the_best_metric_before_a_restart_counts(tmp_path: Path) -> None:
     """The rate is so high that later rounds are worse than the first."""
     rough = settings_of(tmp_path / "a", rounds=4, checkpoint=EACH, local=Local(lr=3.0, batch=10), seed=3)
     launch_and_stop(rough, stop=2)
@@ -479,7 +479,7 @@ def test_threads_are_those_of_the_checkpoint_unless_given(tmp_path: Path) -> Non
 # metrics.jsonl and TensorBoard
 
 
-def test_rounds_that_come_again_are_told_once(tmp_path: Path) -> None:
+def test_repeated_rounds_are_logged_once(tmp_path: Path) -> None:
     cfg = settings_of(tmp_path / "a", rounds=6, checkpoint=each(2), log_to="tensorboard")
     launch_and_stop(cfg, stop=3)
     launch_and_stop(cfg, crash=5)
@@ -774,7 +774,7 @@ def test_what_does_not_touch_training_may_change(runs: dict[str, Path], tmp_path
     assert not [line for line in logged if "changed" in line]
 
 
-def test_a_finished_run_goes_on_with_more_rounds(tmp_path: Path) -> None:
+def test_a_finished_run_resumes_with_more_rounds(tmp_path: Path) -> None:
     cfg = settings_of(tmp_path / "a", algorithm="scaffold", rounds=3, threads=1)
     launch(cfg, 2)
     with pytest.raises(UserError, match="already holds a finished run; choose another folder .* or resume it"):

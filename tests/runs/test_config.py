@@ -112,7 +112,7 @@ def test_no_knob_takes_what_is_no_finite_number(name: str, value: float) -> None
         ("skew.alpha", 0, "above 0"),
     ],
 )
-def test_the_sentence_says_what_is_valid(name: str, value: float, valid: str) -> None:
+def test_the_error_says_what_is_valid(name: str, value: float, valid: str) -> None:
     with pytest.raises(UserError) as caught:
         check(with_knob(name, value))
     assert str(caught.value) == f"--{name} is {value}; it must be {valid}"
@@ -397,7 +397,7 @@ def test_the_knobs_of_a_rule_reach_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("changes", "message"),
     [
         ({"algorithm": "fedadm"}, "unknown algorithm 'fedadm'; did you mean 'fedadam'"),
         ({"mask": "gmaa"}, "unknown mask 'gmaa'; did you mean 'gma'"),
@@ -415,8 +415,8 @@ def test_the_knobs_of_a_rule_reach_it() -> None:
         ),
     ],
 )
-def test_an_unknown_name_is_told_its_neighbour(changes: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(UserError, match=sentence):
+def test_an_unknown_name_gets_the_closest_match(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         build(resolve(replace(Config(), **changes)))
 
 
@@ -435,19 +435,19 @@ def test_another_algorithm_for_a_file_that_fixes_the_rules_is_refused(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("text", "sentence"),
+    ("text", "message"),
     [
         ("mask: mean\nmask: and\n", "cannot be read as YAML (duplicate key 'mask'); correct it"),
         ("local:\n  lr: 1\nlocal:\n  steps: 3\n", "cannot be read as YAML (duplicate key 'local')"),
         ("local.steps: 1\nlocal:\n  epochs: 3\n", "is given next to its group 'local'; move it there"),
     ],
 )
-def test_a_file_of_which_a_line_would_be_lost_is_refused(text: str, sentence: str, tmp_path: Path) -> None:
+def test_a_file_of_which_a_line_would_be_lost_is_refused(text: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(text)
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as caught:
         parse(["--config", str(file)])
-    assert sentence in str(told.value)
+    assert message in str(caught.value)
 
 
 def test_a_dotted_key_alone_is_taken(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def test_children_of_a_killed_owner_do_not_keep_the_folder(tmp_path: Path, owner
         os.kill(int(child), signal.SIGKILL)
 
 
-def test_a_life_that_is_dying_is_waited_for(tmp_path: Path) -> None:
+def test_a_new_start_waits_for_the_dying_one(tmp_path: Path) -> None:
     """As that of ranks which the launcher is just starting anew."""
     ready, go = threading.Event(), threading.Event()
 
@@ -187,7 +187,7 @@ def test_everything_in_the_folder_is_the_users_alone(tmp_path: Path) -> None:
     assert len(made) >= 3 and {stat.S_IMODE(path.stat().st_mode) for path in made} == {0o700}
 
 
-def test_every_start_is_told(tmp_path: Path) -> None:
+def test_every_start_is_logged(tmp_path: Path) -> None:
     environ = {"SLURM_JOB_ID": "12", "SLURM_RESTART_COUNT": "2", "TORCHELASTIC_RESTART_COUNT": "1"}
     folder.write(tmp_path / "stopped.json", "{}")
     folder.add_start(tmp_path, Place("slurm", 0, 4, 0, 2), "torch", 0, {})
@@ -203,7 +203,7 @@ def test_every_start_is_told(tmp_path: Path) -> None:
     assert not (tmp_path / "stopped.json").exists(), "that is history now"
 
 
-def test_how_a_run_stopped_is_told(tmp_path: Path) -> None:
+def test_status_shows_how_a_run_stopped(tmp_path: Path) -> None:
     folder.add_stop(tmp_path, 5, "SIGTERM", {"TORCHELASTIC_RUN_ID": "abc"})
     record = json.loads((tmp_path / "stopped.json").read_text())
     assert (record["round"], record["why"]) == (5, "SIGTERM") and record["time"] <= time.time()

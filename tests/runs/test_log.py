@@ -1,4 +1,4 @@
-"""What a run tells: the line, the metrics, TensorBoard, the bar and the warnings."""
+"""What a run reports: the line, the metrics, TensorBoard, the bar and the warnings."""
 
 from __future__ import annotations
 
@@ -100,17 +100,17 @@ LONG = {
 @pytest.mark.parametrize("metric", ["accuracy", "mean absolute percentage error of all"])
 @pytest.mark.parametrize("value", [0.7131, 1e-5, -123456.0, math.nan, math.inf])
 @pytest.mark.parametrize("left_out", [(), ("measures",), ("dropped", "measures")])
-def test_a_line_fits_100_columns_whatever_it_tells(metric: str, value: float, left_out: tuple[str, ...]) -> None:
-    told = report(1000, metric=metric, test_metric=value, **{k: v for k, v in LONG.items() if k not in left_out})
-    said = line(told, 1000)
-    assert len(said) <= 100 and len(phases(told, several=True)) <= 100
+def test_a_line_always_fits_100_columns(metric: str, value: float, left_out: tuple[str, ...]) -> None:
+    shown = report(1000, metric=metric, test_metric=value, **{k: v for k, v in LONG.items() if k not in left_out})
+    said = line(shown, 1000)
+    assert len(said) <= 100 and len(phases(shown, several=True)) <= 100
     assert said.startswith("round 1000/1000  ") and said.endswith("  7000s")
-    assert re.sub("\033.*?m", "", line(told, 1000, COLOURS)) == said
+    assert re.sub("\033.*?m", "", line(shown, 1000, COLOURS)) == said
     if len(left_out) == 2 and metric == "accuracy":
         assert said.count("  ") == 6 and ("1.00e-05" in said), "nothing is left out of an ordinary line"
 
 
-def test_small_losses_are_told_apart() -> None:
+def test_small_losses_are_distinguished() -> None:
     assert "loss 1.00e-05  train 2.50e-04" in line(report(test_loss=1e-5, train_loss=2.5e-4), 5)
     assert "loss 0.0000" in line(report(test_loss=0.0), 5)
 
@@ -159,7 +159,7 @@ def test_sinks_are_named_in_a_list(names: str, wanted: list[str]) -> None:
     assert sink_names(names) == wanted
 
 
-def test_an_unknown_sink_is_told_its_neighbour() -> None:
+def test_an_unknown_sink_gets_the_closest_match() -> None:
     with pytest.raises(UserError, match="unknown sink .* 'tensorbord'; did you mean 'tensorboard'.*none"):
         sink_names("none,tensorbord")
 

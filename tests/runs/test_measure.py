@@ -528,7 +528,7 @@ def test_everything_is_the_same_in_processes(tmp_path: Path, gloo: Callable[...,
     gloo(3, measure_in_processes, str(tmp_path / "3"), [report.measures for report in alone.history])
 
 
-def test_a_run_goes_on_with_other_measurements(tmp_path: Path) -> None:
+def test_a_run_resumes_with_other_measurements(tmp_path: Path) -> None:
     cfg = settings_with(tmp_path / "run", "agreement", rounds=4, checkpoint=Checkpoint(every=1))
     with pytest.raises(Stopped):
         live(cfg, stop=2)
@@ -940,7 +940,7 @@ MEASURED = {
 }
 
 
-def test_measurements_stand_beside_the_others_in_a_record_and_are_found_again() -> None:
+def test_measurements_are_recorded_with_the_others_and_read_back() -> None:
     made = record(report(**MEASURED))
     assert "measures" not in made and list(made) == KEYS + list(MEASURED)
     assert {name: made[name] for name in MEASURED} == MEASURED

@@ -88,7 +88,7 @@ def test_what_was_found_damaged_is_kept_for_whoever_wants_to_see_it(tmp_path: Pa
     ]
 
 
-def test_old_files_stay_where_it_cannot_be_told_what_is_needed(tmp_path: Path, patch: pytest.MonkeyPatch) -> None:
+def test_old_files_stay_if_their_need_is_unknown(tmp_path: Path, patch: pytest.MonkeyPatch) -> None:
     begin(tmp_path, algorithm="scaffold")
     clients = tmp_path / "checkpoints" / "clients"
     before = {path.name for path in clients.iterdir()}

@@ -49,9 +49,7 @@ def test_a_result_is_one_short_line() -> None:
     said = repr(result(0.5, 0.75, 0.625))
     assert said == "<fedmpi.Result fedavg, mask gma, Net on <b>mine</b>: 3 rounds, accuracy 0.6250, best 0.7500>"
     assert repr(result(0.5, 0.75, rises=False)).endswith("accuracy 0.7500, best 0.5000>")
-    assert repr(result(0.5, None, out=Path("runs/a"))).endswith(
-        "2 rounds, accuracy 0.5000, best 0.5000, out='runs/a'>"
-    )
+    assert repr(result(0.5, None, out=Path("runs/a"))).endswith("2 rounds, accuracy 0.5000, best 0.5000, out='runs/a'>")
     assert repr(result(None)).endswith("1 rounds, no accuracy>") and result(None).best is None
 
 

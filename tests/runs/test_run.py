@@ -132,7 +132,7 @@ def test_a_run_learns(tmp_path: Path) -> None:
     assert metrics(tmp_path)[-1]["train_loss"] < metrics(tmp_path)[0]["train_loss"]
 
 
-def test_the_mark_of_a_finished_run_tells_its_outcome(tmp_path: Path) -> None:
+def test_the_mark_of_a_finished_run_holds_its_outcome(tmp_path: Path) -> None:
     report = train(settings_of(tmp_path, rounds=4))
     done = finished(tmp_path)
     assert done["rounds"] == 4 and done["model_sha256"] == sha256(tmp_path)
@@ -380,7 +380,7 @@ def test_a_folder_that_cannot_be_read_is_refused(tmp_path: Path, patch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("changes", "message"),
     [
         ({"data": "mnist"}, "data set 'mnist' is not under .*FEDMPI_OFFLINE forbids a download"),
         ({"clients": 201}, "201 clients"),
@@ -392,7 +392,7 @@ def test_a_folder_that_cannot_be_read_is_refused(tmp_path: Path, patch: pytest.M
     ],
 )
 def test_data_that_are_not_there_or_do_not_do_leave_no_folder(
-    tmp_path: Path, patch: pytest.MonkeyPatch, changes: dict[str, Any], sentence: str
+    tmp_path: Path, patch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
 ) -> None:
     def small(root: Path | None) -> data.Arrays:
         whole = tiny()
@@ -401,13 +401,13 @@ def test_data_that_are_not_there_or_do_not_do_leave_no_folder(
     patch.setitem(data.DATASETS, "small", data_row(small))
     patch.setenv("FEDMPI_OFFLINE", "1")
     out, root = tmp_path / "run", tmp_path / "data"
-    with pytest.raises(UserError, match=sentence):
+    with pytest.raises(UserError, match=message):
         train(settings_of(out, data_root=str(root), **changes))
     assert not out.exists() and not root.exists()
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("changes", "message"),
     [
         ({"tau": 2.0}, "--tau is 2.0"),
         ({"data": "mnits"}, "unknown data set 'mnits'; did you mean 'mnist'"),
@@ -424,8 +424,8 @@ def test_data_that_are_not_there_or_do_not_do_leave_no_folder(
         ({"meta": Meta(weights=[0.0])}, r"--meta.weights are \[0.0\]"),
     ],
 )
-def test_what_needs_no_data_is_found_first(changes: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(UserError, match=sentence):
+def test_what_needs_no_data_is_found_first(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         prepare(replace(Config(), **changes))
 
 
@@ -477,7 +477,7 @@ def test_ranks_started_differently_are_refused_on_all_of_them() -> None:
     assert said == ["ranks [2] have another configuration than rank 0; give all ranks the same"] * 3
 
 
-def test_ranks_started_alike_go_on() -> None:
+def test_ranks_started_alike_continue() -> None:
     assert run_threads(3, lambda comm: same_everywhere("configuration", comm, b"seed 0")) == [None] * 3
 
 

@@ -1,4 +1,4 @@
-"""Other people's tools: what TensorBoard, Weights & Biases and MLflow are told, read back with their own readers."""
+"""Other people's tools: what TensorBoard, Weights & Biases and MLflow are shown, read back with their own readers."""
 
 from __future__ import annotations
 
@@ -198,15 +198,15 @@ def test_all_tools_have_the_numbers_of_metrics_jsonl(lived: Lived) -> None:
 
 def test_they_know_the_configuration_the_name_and_the_tags(lived: Lived) -> None:
     tags = {"algorithm": "fedavg", "mask": "mean", "data": "glyphs", "seed": "0", "fedmpi": __version__}
-    run, told = lived.mlflow[0][0], last_of(lived.wandb[0], "run")
+    run, shown = lived.mlflow[0][0], last_of(lived.wandb[0], "run")
     assert {name: yaml.safe_load(value) for name, value in run.data.params.items()} == lived.config
-    assert {name: value for name, value in told["config"]["update"].items() if name[0] != "_"} == lived.config
+    assert {name: value for name, value in shown["config"]["update"].items() if name[0] != "_"} == lived.config
     assert run.info.run_name == "my run" and tags.items() <= run.data.tags.items()
-    assert told["display_name"] == "my run" and told["tags"] == [f"{name}:{value}" for name, value in tags.items()]
-    assert told["project"] == "fedmpi"
+    assert shown["display_name"] == "my run" and shown["tags"] == [f"{name}:{value}" for name, value in tags.items()]
+    assert shown["project"] == "fedmpi"
 
 
-def test_a_run_that_goes_on_is_the_same_run(lived: Lived) -> None:
+def test_a_resumed_run_is_the_same_run(lived: Lived) -> None:
     first, second = lived.wandb
     assert last_of(first, "run")["run_id"] == last_of(second, "run")["run_id"] == id_in(lived.out / "wandb")
     assert [len(history([one])) for one in (first, second)] == [1, 3]
@@ -236,7 +236,7 @@ def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return out
 
 
-# Lives that end badly
+# Runs that end badly
 
 LIVE = """
 import os, shutil, signal, sys
@@ -296,21 +296,23 @@ def test_a_killed_run_resumes_without_logging_a_round_twice(tmp_path: Path) -> N
 
 
 def test_tensorboard_has_every_round_before_a_kill_and_what_it_has_missed(tmp_path: Path) -> None:
-    out, told = tmp_path / "run", '["tensorboard"]'
-    die = f"for round in live(0, 9, 1.0, {told}):\n    if round == 5:\n        os._exit(9)\n"
+    out, shown = tmp_path / "run", '["tensorboard"]'
+    die = f"for round in live(0, 9, 1.0, {shown}):\n    if round == 5:\n        os._exit(9)\n"
     python("-c", LIVE + die, str(out), code=9)
     assert by_tensorboard(out)["train_loss"] == {n: pytest.approx(1 / n) for n in range(1, 6)}
-    python("-c", LIVE + f"list(live(4, 6, 1.0, []))\nassert list(live(6, 7, 1.0, {told})) == [7]\n", str(out))
+    python("-c", LIVE + f"list(live(4, 6, 1.0, []))\nassert list(live(6, 7, 1.0, {shown})) == [7]\n", str(out))
     read = by_tensorboard(out)
     assert read["train_loss"] == {n: pytest.approx(1 / n) for n in range(1, 8)}
     assert list(read["layers/a?504/agreement"]) == [2] and list(read["seconds/local"]) == list(range(1, 8))
-    python("-c", LIVE + f"list(live(3, 5, 2.0, [], lr=0.5))\nlist(live(5, 6, 2.0, {told}, lr=0.5))\n", str(out))
+    python("-c", LIVE + f"list(live(3, 5, 2.0, [], lr=0.5))\nlist(live(5, 6, 2.0, {shown}, lr=0.5))\n", str(out))
     branch = {n: pytest.approx((1 if n <= 3 else 2) / n) for n in range(1, 7)}
-    assert by_tensorboard(out)["train_loss"] == branch, "rounds that came again with other knobs, and nobody was told"
+    assert by_tensorboard(out)["train_loss"] == branch, (
+        "rounds that came again with other knobs, and no sink was called"
+    )
 
 
 def test_tools_that_fail_do_not_end_a_run(tmp_path: Path) -> None:
-    """W&B's own process is killed, MLflow's store is removed; the run goes on and says so once for each."""
+    """W&B's own process is killed, MLflow's store is removed; the run continues and logs one warning for each."""
     out = tmp_path / "run"
     code = """
 for round in live(0, 5, 1.0):
@@ -377,7 +379,7 @@ class Broken:
 @pytest.mark.parametrize(
     ("takes", "why"), [(1, "OSError: No space left on device"), (9, "RuntimeError: closed already, twice")]
 )
-def test_a_failure_is_told_once(
+def test_a_failure_is_reported_once(
     takes: int, why: str, tmp_path: Path, patch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     patch.setitem(sinks.SINKS, "tensorboard", Broken)
@@ -432,11 +434,11 @@ assert run("tensorboard,mlflow", "--out", {str(tmp_path / "b")!r}) == 2
 assert run("tensorboard", "--out", {str(tmp_path / "c")!r}) == 0
 """
     done = python("-c", BLOCKED + code)
-    sentence = (
+    message = (
         "fedmpi: --log_to {0} needs the package {0}, which cannot be imported (No module named '{0}'); "
         "pip install 'fedmpi[{0}]', or leave it out"
     )
-    assert done.stderr.splitlines() == [sentence.format("wandb"), sentence.format("mlflow")]
+    assert done.stderr.splitlines() == [message.format("wandb"), message.format("mlflow")]
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
@@ -448,13 +450,13 @@ def test_a_folder_of_that_name_is_no_package(tmp_path: Path, patch: pytest.Monke
         sink_names("wandb")
 
 
-def test_a_package_that_is_damaged_is_told_too(patch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_package_is_reported_too(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(sys.modules, "wandb.proto", None)
     with pytest.raises(UserError, match=r"--log_to wandb needs the package wandb.proto, which cannot be imported \("):
         sinks.base.imported("wandb", "wandb.proto")
 
 
-def test_each_tool_is_told_once() -> None:
+def test_each_tool_is_reported_once() -> None:
     assert sink_names("wandb, mlflow,wandb") == ["wandb", "mlflow"]
 
 
@@ -489,7 +491,7 @@ def test_a_run_has_one_id_until_its_rounds_come_again_with_other_knobs(tmp_path:
     first = id(0, 0, lr=0.1, rounds=5)
     assert first == id_in(tmp_path) == id(3, 5, lr=0.1, rounds=5)
     assert id(3, 5, lr=0.1, rounds=9, out="b", **{"checkpoint.every": 2}) == first, "not what is trained"
-    assert id(5, 5, lr=0.2) == first, "goes on with other knobs: nothing comes again"
+    assert id(5, 5, lr=0.2) == first, "resumes with other knobs: no round is repeated"
     assert id(5, 7, lr=0.2) == first
     assert id(5, 7, lr=0.3) != first
     (tmp_path / "rounds.txt").unlink()

@@ -158,7 +158,7 @@ def test_a_flag_in_the_last_round_stops_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
-def test_training_from_python_raises_stopped_and_the_same_call_goes_on(tmp_path: Path, number: signal.Signals) -> None:
+def test_training_from_python_raises_stopped_and_the_same_call_resumes(tmp_path: Path, number: signal.Signals) -> None:
     knobs: dict[str, Any] = {"split": "iid", "clients": 7, "cohort": 3, "threads": 1, "quiet": True, "rounds": 100}
     knobs |= {"algorithm": "scaffold", "local": {"batch": 4}, "eval": {"every": 50}}
     out, before = tmp_path / "a", {one: signal.getsignal(one) for one in ALL}
@@ -276,7 +276,7 @@ def ways(mpiexec: list[str]) -> Iterator[list[tuple[str, list[str], Callable[[Jo
 
 @pytest.mark.launchers
 @pytest.mark.timeout(600)
-def test_every_way_to_stop_saves_and_the_run_goes_on_to_the_right_bits(tmp_path: Path, ways: list[Any]) -> None:
+def test_every_way_to_stop_saves_and_the_run_resumes_to_the_right_bits(tmp_path: Path, ways: list[Any]) -> None:
     """One run that is stopped in seven ways, and finished by the eighth start."""
     out, done = tmp_path / "restarted", 0
     for count, (name, launcher, stop, why, codes) in enumerate(ways):
@@ -315,9 +315,7 @@ def test_a_second_ctrl_c_ends_a_run_at_once(tmp_path: Path) -> None:
     with Job([sys.executable, *slow, "--out", str(tmp_path / "run")], tmp_path / "said.txt") as job:
         wait_until(lambda: "1 thread each" in job.said.read_text())
         job.process.send_signal(signal.SIGINT)
-        wait_until(
-            lambda: "SIGINT: stopping after this round; Ctrl-C again ends it at once" in job.said.read_text()
-        )
+        wait_until(lambda: "SIGINT: stopping after this round; Ctrl-C again ends it at once" in job.said.read_text())
         time.sleep(1.2)
         job.process.send_signal(signal.SIGINT)
         assert job.process.wait(30) == 130

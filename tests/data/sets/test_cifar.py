@@ -230,10 +230,10 @@ def test_a_folder_without_its_test_file_is_not_found(root: Path, family: Family,
     (file,) = folder.glob(f"{family.test}*")
     file.unlink()
     assert cifar.find_files(family, root) == []
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as caught:
         load(family, root)
     python, other = family.versions
-    assert str(told.value) == (
+    assert str(caught.value) == (
         f"data set '{family.name}' is not under {root}, FEDMPI_OFFLINE forbids a download; put {python.archive} or all "
         f"of its folder {python.folder}, or the binary version ({other.archive} or {other.folder}), into {root}, or "
         "name the folder that has them by --data_root or FEDMPI_DATA, or run once where there is a network"
@@ -275,7 +275,7 @@ def test_the_archive_is_fetched_where_nothing_is(root: Path, family: Family, mon
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_subset_of_the_binary_version_is_told(root: Path, packed: bool) -> None:
+def test_a_subset_of_the_binary_version_is_noted(root: Path, packed: bool) -> None:
     contents = binary(CIFAR10)
     few = {name: contents[name] for name in ("data_batch_5.bin", "data_batch_2.bin", "test_batch.bin")}
     if packed:
@@ -338,9 +338,9 @@ def test_unsound_records_are_refused_by_name(
         place = root / version.archive / version.folder / f"{name}.bin"
     else:
         write_files(root / version.folder, contents)
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as caught:
         load(family, root)
-    assert str(told.value).startswith(f"{place} ") and words in str(told.value)
+    assert str(caught.value).startswith(f"{place} ") and words in str(caught.value)
     assert not list(root.glob("prepared/*.safetensors"))
 
 
@@ -500,9 +500,9 @@ def test_a_pickle_that_would_make_a_file_does_not(
             monkeypatch.setattr(import_torchvision().datasets.CIFAR10, "tgz_md5", tgz)
         (root / folder).rename(root / "aside")
     words = "asks for posix.mkdir, which no numpy array needs" if md5 == "right" else "is not the published file"
-    with pytest.raises(UserError, match=words) as told:
+    with pytest.raises(UserError, match=words) as caught:
         load(CIFAR10, root)
-    assert str(told.value).startswith(f"{root}{'/cifar-10-python.tar.gz' if packed else '/' + folder}")
+    assert str(caught.value).startswith(f"{root}{'/cifar-10-python.tar.gz' if packed else '/' + folder}")
     assert not mark.exists()
 
 
@@ -536,9 +536,9 @@ def test_a_pickle_that_would_make_a_file_does_not(
     ],
 )
 def test_pickles_of_anything_else_are_refused_by_name(content: bytes, words: str) -> None:
-    with pytest.raises(UserError, match=words) as told:
+    with pytest.raises(UserError, match=words) as caught:
         cifar.parse_pickle(CIFAR10, Path("folder/data_batch_1"), content)
-    assert str(told.value).startswith("folder/data_batch_1 ")
+    assert str(caught.value).startswith("folder/data_batch_1 ")
 
 
 def test_a_genuine_pickle_is_read() -> None:

@@ -83,7 +83,7 @@ def test_what_is_not_in_the_alphabet_becomes_a_space(text: str) -> None:
 # --- speakers and their lines
 
 
-def test_a_play_is_told_by_speaker() -> None:
+def test_a_play_is_divided_by_speaker() -> None:
     play = """THE TRAGEDY
 
 HAMLET:
@@ -344,7 +344,7 @@ def test_all_plays_come_back_from_their_windows(shared: Path, tmp_path: Path, ca
     assert 0.16 < float((t["y"] == ALPHABET.index(" ")).float().mean()) < 0.165
 
 
-def test_tinyshakespeare_is_told_by_speaker(shared: Path, tmp_path: Path) -> None:
+def test_tinyshakespeare_is_divided_by_speaker(shared: Path, tmp_path: Path) -> None:
     (tmp_path / "shakespeare").mkdir()
     path = tmp_path / "shakespeare" / "tinyshakespeare.txt.xz"
     path.symlink_to(shared / path.name)

@@ -50,7 +50,7 @@ def jpeg(colour: tuple[int, ...], size: tuple[int, int] = (64, 64), kind: str = 
 
 
 def layout() -> Files:
-    """Three classes in no order of the alphabet, 12 train pictures each and 11 to test; red tells a picture's number
+    """Three classes in no order of the alphabet, 12 train pictures each and 11 to test; red encodes a picture's number
     (20 times it), green its class (60 times it), blue whether it is for testing."""
     files: Files = {"wnids.txt": b"n03\nn01\nn02\n", "words.txt": b"n01\tcat\n"}
     lines = []
@@ -155,9 +155,9 @@ def test_a_picture_that_has_come_or_gone_is_noticed(root: Path) -> None:
 
 
 def test_where_it_is_not_the_error_says_where_to_get_it(root: Path) -> None:
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as caught:
         tiny.tinyimagenet(root)
-    assert str(told.value) == (
+    assert str(caught.value) == (
         f"data set 'tinyimagenet' is not under {root}, and there is no place to download it from; get {TOP}.zip from "
         f"the site of Stanford's course CS231n (cs231n.stanford.edu) and put it, or the folder {TOP} unpacked from it, "
         f"into {root}, or name the folder that has them by --data_root or FEDMPI_DATA"
@@ -166,7 +166,7 @@ def test_where_it_is_not_the_error_says_where_to_get_it(root: Path) -> None:
 
 
 @pytest.mark.parametrize("published", [(36, 11), (37, 11), (36, 12)])
-def test_a_subset_is_told_and_the_full_set_is_not(
+def test_a_subset_is_noted_and_the_full_set_is_not(
     root: Path, published: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tiny, "PUBLISHED", published)
@@ -237,9 +237,9 @@ def test_what_is_unsound_is_refused_by_name(root: Path, packed: bool, changes: F
     if changes == {"val/val_annotations.txt": b"val_0.JPEG\tn09\t0\n"}:
         files = {n: c for n, c in files.items() if not re.search("val_([1-9]|10).JPEG", n)}
     place = put(root, files, packed)
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as caught:
         tiny.tinyimagenet(root)
-    assert str(told.value).startswith(str(place)) and words in str(told.value)
+    assert str(caught.value).startswith(str(place)) and words in str(caught.value)
     assert not list(root.glob("prepared/*.safetensors"))
 
 
