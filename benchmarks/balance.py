@@ -87,7 +87,7 @@ def measure(comm: Comm, given: argparse.Namespace, beta: float, folder: str) -> 
     def timed(job: Job) -> LocalResult:
         started = time.process_time()
         result = prepared.algorithm.local(job)
-        taken.setdefault(job.cid, []).append(time.process_time() - started)  # type: ignore[attr-defined]
+        taken.setdefault(job.cid, []).append(time.process_time() - started)
         return result
 
     algorithm = replace(prepared.algorithm, local=LocalRule(timed))

@@ -83,7 +83,7 @@ class Parabola:
         self.curvature = (
             curvature * torch.eye(size, dtype=torch.float64) if isinstance(curvature, float) else vector(curvature)
         )
-        self.targets, self.epochs, self.round = list(targets), epochs, round
+        self.targets, self.epochs, self.round, self.cid = list(targets), epochs, round, 0
         epoch = self.targets[: len(self.targets) // epochs]
         self.whole = [(target, 1 / len(epoch)) for target in epoch] if whole is None else list(whole)
         self.shared = {"control": torch.zeros(size, dtype=torch.float64) if c is None else vector(c)}

@@ -34,6 +34,7 @@ from fedmpi.server import ServerKnobs, make_server
 
 FEATURES, CLASSES = 4, 3
 QUICK: dict[str, Any] = {"rounds": 2, "threads": 1, "quiet": True}
+A_NUMBER: Any = 3
 LOCAL = {"lr": 0.1, "batch": 8, "momentum": 0.0}
 PAGE = (REPO / "docs" / "own-data.md").read_text(encoding="utf-8")
 
@@ -416,7 +417,7 @@ WRONG_KNOBS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown name": ({"algorithm": "fedadm"}, "unknown algorithm 'fedadm'; did you mean 'fedadam'?"),
     "unknown mask": ({"mask": "gam"}, "unknown mask 'gam'; did you mean 'gma'?"),
     "no algorithm": ({"algorithm": 3}, "algorithm is int; it must be a name, a Row or an Algorithm"),
-    "a row with a number for a word": ({"algorithm": Row("sgd", 3)}, "algorithm 'own' has server = 3; "),  # type: ignore[arg-type]
+    "a row with a number for a word": ({"algorithm": Row("sgd", A_NUMBER)}, "algorithm 'own' has server = 3; "),
     "a row with an unknown rule": ({"algorithm": Row("sdg", "sgd")}, "unknown local rule 'sdg'; did you mean 'sgd'?"),
     "a split of one's own": ({"split": "iid"}, "split or clients is given with 3 data sets, one per client"),
     "a number of clients": ({"clients": 3}, "split or clients is given with 3 data sets, one per client"),

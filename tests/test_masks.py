@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -145,8 +146,8 @@ def given_moments(
         ([-0.3], {}, 1.0),  # one client agrees with itself
     ],
 )
-def test_sand_by_hand(deltas: list[float], changes: dict[str, object], want: float) -> None:
-    assert sand(deltas, **changes) == pytest.approx(want, abs=1e-6)  # type: ignore[arg-type]
+def test_sand_by_hand(deltas: list[float], changes: dict[str, Any], want: float) -> None:
+    assert sand(deltas, **changes) == pytest.approx(want, abs=1e-6)
 
 
 @given(st.integers(2, 300), st.data())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +13,10 @@ from fedmpi.server import RULES, ServerKnobs, make_server
 
 
 def two_steps(
-    name: str, m: float = 1.0, mask_moments: bool = False, **knobs: object
+    name: str, m: float = 1.0, mask_moments: bool = False, **knobs: Any
 ) -> tuple[list[float], dict[str, float]]:
     """w after each of two steps from w = 1, and the moments in the end."""
-    rule = make_server(name, ServerKnobs(**knobs), mask_moments)  # type: ignore[arg-type]
+    rule = make_server(name, ServerKnobs(**knobs), mask_moments)
     w = torch.ones(1)
     moments = {k: torch.full((1,), v) for k, v in rule.moments.items()}
     seen = []

@@ -20,6 +20,7 @@ class Job(Protocol):
     the same. `start_P`, `shared` and `memory` are read-only."""
 
     round: int  # 1, 2, ...
+    cid: int  # the number of the client
     start_P: Tensor  # the global parameters
     x_P: Tensor  # the client's own copy of them, to be trained in place
     delta_P: Tensor  # memory for the result, until then free to use

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fedmpi.algorithms import Algorithm
 from fedmpi.clients.feed import Batch, make_feed
 from fedmpi.clients.task import Task
-from fedmpi.clients.together import Strand, Together
+from fedmpi.clients.together import Seat, Strand, Together
 from fedmpi.clients.training import Start
 from fedmpi.cohort import Work, make_share
 from fedmpi.comm import Comm, SoloComm
@@ -143,7 +143,7 @@ def test_on_two_ranks() -> None:
     assert_same(alone, stacked)
 
 
-def watched(whole: Together) -> list[tuple[int, tuple[int, ...]]]:
+def watched(whole: Together, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, tuple[int, ...]]]:
     """Will hold the stacks that are made: how many clients, and the shape of a batch."""
     made, stacked = [], whole.stacked
 
@@ -151,14 +151,16 @@ def watched(whole: Together) -> list[tuple[int, tuple[int, ...]]]:
         made.append((len(rows), tuple(pairs[0][0].shape)))
         return stacked(rows, pairs)
 
-    whole.stacked = watch  # type: ignore[method-assign]
+    monkeypatch.setattr(whole, "stacked", watch)
     return made
 
 
-def test_batches_are_stacked_with_those_of_their_shape_and_a_lone_one_goes_alone() -> None:
+def test_batches_are_stacked_with_those_of_their_shape_and_a_lone_one_goes_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     whole = task(plain_model, at_once=7)
     assert isinstance(whole, Together)
-    made = watched(whole)
+    made = watched(whole, monkeypatch)
     how = plan(rounds=1, cohort=7, work=Work(epochs=1, batch=4))
     federate([whole], algorithm(), how)
     # sizes 5, 9, 14, 3, 20, 7, 11 in batches of 4: step by step 6 full and a 3; then 1, 4, 4, 4, 3, 4; then 1, 4, 4, 3;
@@ -166,15 +168,16 @@ def test_batches_are_stacked_with_those_of_their_shape_and_a_lone_one_goes_alone
     assert [(count, shape[0]) for count, shape in made] == [(6, 4), (4, 4), (2, 4)]
 
 
-def test_a_seat_that_is_free_goes_to_the_next_client() -> None:
+def test_a_seat_that_is_free_goes_to_the_next_client(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = task(plain_model, at_once=2)
     assert isinstance(whole, Together)
-    made, order = watched(whole), []
+    made, order = watched(whole, monkeypatch), []
     start, work = whole.start(), Work(epochs=1, batch=4)
 
     def one(seat: Task, cid: int) -> float:
+        assert isinstance(seat, Seat)
         job = seat.job(Start(*start, 1, cid, work))
-        order.append((cid, seat.row))  # type: ignore[attr-defined]
+        order.append((cid, seat.row))
         return job.finish(sgd(0.1)(job)).loss
 
     found = dict(whole.each([4, 0, 5, 6], one))  # 20, 5, 7 and 11 samples: 5, 2, 2 and 3 steps
@@ -216,13 +219,15 @@ def test_a_batch_that_cannot_be_read_is_its_clients_own_trouble() -> None:
     assert states[1][1][0].dropped == (4,)
 
 
-def test_a_stack_that_raises_is_undone_one_by_one(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stack_that_raises_is_undone_one_by_one(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = task(norm_model, at_once=3)
 
     def full(*given: object) -> Tensor:
         raise RuntimeError("out of memory")
 
-    whole.stacked = full  # type: ignore[method-assign,attr-defined]
+    monkeypatch.setattr(whole, "stacked", full)
     assert_same(federate([task(norm_model)], algorithm()), federate([whole], algorithm()), atol=0)
     logged = [r.getMessage() for r in caplog.records if "out of memory" in r.getMessage()]
     assert len(logged) == 1 and "a stacked step of" in logged[0]

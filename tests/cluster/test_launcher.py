@@ -95,15 +95,19 @@ def test_ranks_of_one_node_meet_in_a_private_file_and_those_of_several_at_an_add
 # Real processes
 
 
+class Marked(subprocess.Popen[str]):
+    """A launch and the mark in the environment of all its processes."""
+
+    mark: str
+
+
 @contextlib.contextmanager
-def started(command: list[str], log: Path, **more: str) -> Iterator[subprocess.Popen[str]]:
+def started(command: list[str], log: Path, **more: str) -> Iterator[Marked]:
     """A launch that writes to a log; whatever is left of it is killed at the end."""
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
     with open(log, "a") as file:
-        process = subprocess.Popen(
-            command, env=rank_environment() | {MARK: mark} | more, stdout=file, stderr=file, text=True
-        )
-    process.mark = mark  # type: ignore[attr-defined]
+        process = Marked(command, env=rank_environment() | {MARK: mark} | more, stdout=file, stderr=file, text=True)
+    process.mark = mark
     try:
         yield process
     finally:
@@ -202,12 +206,12 @@ def test_ranks_leave_when_their_launcher_is_killed(tmp_path: Path) -> None:
                 os.kill(frozen, signal.SIGSTOP)  # the other rank waits in a collective now
                 time.sleep(0.5)
             if name == "mpirun.sh":  # what is open to others is mpiexec's own port, which has no option for that
-                open_to_others = [at for at in listeners(process.mark).values() if at != "0100007F"]  # type: ignore[attr-defined]
+                open_to_others = [at for at in listeners(process.mark).values() if at != "0100007F"]
                 assert open_to_others == ["00000000"]
             killed = time.monotonic()
             process.kill()
             process.wait()
-            mark = process.mark  # type: ignore[attr-defined]
+            mark = process.mark
             wait_for(lambda m=mark, f=frozen: set(processes(m)) <= {f}, 20, on_timeout=log.read_text)
             if frozen is not None:
                 os.kill(frozen, signal.SIGCONT)
@@ -227,7 +231,7 @@ def test_ranks_leave_when_their_launcher_is_killed(tmp_path: Path) -> None:
         wait_for(listens)  # rank 0 waits for rank 1 there
         process.kill()
         process.wait()
-        wait_for(lambda: not processes(process.mark), 20)  # type: ignore[attr-defined]
+        wait_for(lambda: not processes(process.mark), 20)
 
 
 # A stranger on the same machine
@@ -301,7 +305,7 @@ def test_a_stranger_reaches_neither_the_store_nor_a_socket_of_the_run(stranger: 
     out, log, marker = tmp_path / "run", tmp_path / "log", Path(f"/tmp/{stranger}.marker")
     with started([*TRAIN, "--ranks", "2", *LONG, "--out", str(out)], log) as process:
         wait_for(lambda: lines(out / "metrics.jsonl"), on_timeout=log.read_text)
-        found = listeners(process.mark)  # type: ignore[attr-defined]
+        found = listeners(process.mark)
         assert found and set(found.values()) == {"0100007F"}, "gloo listens on 127.0.0.1, and nothing else does"
         assert list(Path("/dev/shm").glob("fedmpi-launch-*")), "there is something to be kept out of"
         python = shutil.which("python3", path="/usr/bin:/usr/local/bin")
@@ -324,4 +328,4 @@ def test_a_stranger_reaches_neither_the_store_nor_a_socket_of_the_run(stranger: 
     assert not marker.exists() and digest(out) == train_alone(tmp_path / "alone")
 
     with started(torchrun(tmp_path / "torchrun"), log) as process:  # what is looked for here is found there
-        wait_for(lambda: "00000000000000000000000000000000" in listeners(process.mark).values())  # type: ignore[attr-defined]
+        wait_for(lambda: "00000000000000000000000000000000" in listeners(process.mark).values())

@@ -137,7 +137,7 @@ def test_a_round_that_fails_leaves_what_clients_kept_as_it_was() -> None:
     good = scaffold(Descent(0.05))
 
     def run(job: Job) -> LocalResult:
-        if job.cid == lost:  # type: ignore[attr-defined]
+        if job.cid == lost:
             raise MemoryError("as a test")
         return good(job)
 
@@ -243,7 +243,7 @@ def run_scaffold(
 
     def run(job: Job) -> LocalResult:
         result = rule(job)
-        if (spoil or {}).get(job.round) == job.cid:  # type: ignore[attr-defined]
+        if (spoil or {}).get(job.round) == job.cid:
             result.delta_P[3] = float("nan")
         return result
 

@@ -103,15 +103,17 @@ class FromADataset:
 
 
 @pytest.mark.parametrize("passed_over", [True, False])
-def test_labels_that_the_cross_entropy_passes_over_are_left_to_autograd(passed_over: bool) -> None:
+def test_labels_that_the_cross_entropy_passes_over_are_left_to_autograd(
+    passed_over: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It takes -100 for no label; and a column of labels for labels."""
     of, y = task(colour()), arrays().y.unsqueeze(1)
     if passed_over:
         y[1] = -100
-    of.feed = FromADataset(y)  # type: ignore[assignment]
+    monkeypatch.setattr(of, "feed", FromADataset(y))
     called: list[int] = []
     hand = of.by_hand
-    of.by_hand = lambda x, y: (called.append(len(y)), hand(x, y))[1]  # type: ignore[assignment]
+    monkeypatch.setattr(of, "by_hand", lambda x, y: (called.append(len(y)), hand(x, y))[1])
     ours, theirs = both(of, Batch(torch.arange(4), 0))
     assert torch.allclose(ours[0], theirs[0]) and torch.allclose(ours[1], theirs[1], rtol=1e-10, atol=1e-13)
     assert called == ([] if passed_over else [4])

@@ -570,8 +570,12 @@ def files_of(out: Path, round: int) -> dict[str, Path]:
 def logged_lines() -> Iterator[list[str]]:
     """Collect what the package logs meanwhile."""
     logger, logged = logging.getLogger("fedmpi"), list[str]()
-    handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+
+    class Collect(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            logged.append(record.getMessage())
+
+    handler = Collect()
     logger.addHandler(handler)
     try:
         yield logged

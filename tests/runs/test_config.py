@@ -362,7 +362,8 @@ class Slope:
     """A job of two steps on the loss x^2 / 2 from x = 1."""
 
     def __init__(self, round: int) -> None:
-        self.round, self.start_P, self.x_P, self.delta_P = round, torch.ones(1), torch.ones(1), torch.zeros(1)
+        self.round, self.cid = round, 0
+        self.start_P, self.x_P, self.delta_P = torch.ones(1), torch.ones(1), torch.zeros(1)
         self.shared, self.memory = {"control": torch.zeros(1)}, {"control": torch.zeros(1)}
 
     def batches(self, leave: int = 0) -> list[int]:
