@@ -185,22 +185,12 @@ def beta_share(x: float, a: float, b: float) -> float:
     if x > (a + 1) / (a + b + 2):  # the mirrored fraction converges faster
         return 1 - beta_share(1 - x, b, a)
     front = math.exp(a * math.log(x) + b * math.log1p(-x) + math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b)) / a
-    # Lentz's method: the fraction 1 / (1 + d1 / (1 + d2 / ...)) as a product of ratios, until one of them is 1.
-    tiny, value, above, below = 1e-300, 1.0, 1.0, 0.0
-    for step in range(2000):
-        m = step // 2
-        if step == 0:
-            term = 1.0
-        elif step % 2 == 0:
-            term = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
-        else:
-            term = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
-        below = 1 / ((1 + term * below) or tiny)
-        above = (1 + term / above) or tiny
-        value *= above * below
-        if abs(above * below - 1) < 1e-15:
-            break
-    return front * (value - 1)
+    value = 1.0  # of the fraction 1 + d1 / (1 + d2 / (1 + ...)), from its end, which is far enough for full precision
+    for m in reversed(range(int(20 + 4 * max(a, b) ** 0.5))):
+        even = (m + 1) * (b - m - 1) * x / ((a + 2 * m + 1) * (a + 2 * m + 2))
+        odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
+        value = 1 + odd / (1 + even / value)
+    return front / value
 
 
 def wilson(share: float, trials: int) -> tuple[float, float]:
