@@ -6,21 +6,13 @@ clients and rounds. They do not depend on the number of ranks; `MB moved` is wha
 
 from __future__ import annotations
 
-import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from ..errors import UserError
-from ..experiments.measures import (
-    best,
-    bytes_per_client,
-    client_bytes,
-    final,
-    final_loss,
-    mean_of,
-    round_seconds,
-    total_bytes,
-)
+from ..experiments import measures
 from ..experiments.runs import Run, pairing, read_run
 from ..experiments.tables import Table, lines
 from ..runs.metrics import REQUIRED
@@ -28,22 +20,6 @@ from ..runs.options import positional, read_options
 from ..runs.sinks.base import scalars
 from ..runs.text import amount
 
-COLUMNS = (
-    "run",
-    "algorithm + mask",
-    "rounds",
-    "best acc",
-    "last acc",
-    "last loss",
-    "kept",
-    "agreement",
-    "MB moved",
-    "client up",
-    "client down",
-    "all up",
-    "all down",
-    "s/round",
-)
 ABOUT = "Print a table of runs: algorithm, accuracy, loss, mask statistics, traffic and time."
 
 
@@ -57,13 +33,14 @@ class CompareOptions:
 
 def table(folders: list[Path]) -> str:
     """Return the table, one row per run."""
-    more = [further(read_run(folder, whole=True)) for folder in folders]
+    runs = [read_run(folder, whole=True) for folder in folders]
+    more = [further(run) for run in runs]
     names = list(dict.fromkeys(name for found in more for name in found))
     rows = [
-        (*row(folder), *(number(found.get(name), ".4f") for name in names))
-        for folder, found in zip(folders, more, strict=True)
+        [*(cell(run) for cell in COLUMNS.values()), *(text(found.get(name)) for name in names)]
+        for run, found in zip(runs, more, strict=True)
     ]
-    columns = (*COLUMNS, *names)
+    columns = [*COLUMNS, *names]
     return "\n".join(lines(Table("", columns, rows, align="ll" + "r" * (len(columns) - 2))))
 
 
@@ -77,35 +54,38 @@ def further(run: Run) -> dict[str, float]:
     return found
 
 
-def row(folder: Path) -> tuple[str, ...]:
-    """Return the cells of a run, in the order of `COLUMNS`."""
-    run = read_run(folder, whole=True)
-    cfg = run.config
-    unit = "" if run.metric == "accuracy" else f" {run.metric}"
-    seconds = round_seconds(run).values()
-    return (
-        str(folder),
-        pairing({}, cfg, taus=True),
-        f"{len(run.records)}/{cfg['rounds']}",
-        number(best(run), ".4f") + unit,
-        number(final(run), ".4f") + unit,
-        number(final_loss(run), ".4f"),
-        number(mean_of(run, "kept"), ".3f"),
-        number(mean_of(run, "agreement"), ".3f"),
-        number(total_bytes(run) / 1e6, ".1f"),
-        *(counted(bytes_per_client(run, way)) for way in ("up", "down")),
-        *(counted(client_bytes(run, way)) for way in ("up", "down")),
-        number(statistics.median(seconds) if seconds else None, ".2f"),
-    )
+def text(value: float | None, form: Callable[[float], str] = "{:.4f}".format) -> str:
+    return "-" if value is None else form(value)
 
 
-def counted(count: float | None) -> str:
-    """Return a number of bytes as text; a dash if the version that ran did not count them."""
-    return "-" if count is None else amount(count)
+def score(run: Run, value: float | None) -> str:
+    """Return a value of the test metric, with the metric's name unless it is accuracy."""
+    return text(value) + ("" if run.metric == "accuracy" else f" {run.metric}")
 
 
-def number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+def typical_seconds(run: Run) -> float | None:
+    """Return the median seconds per round."""
+    seconds = measures.round_seconds(run).values()
+    return median(seconds) if seconds else None
+
+
+COLUMNS: dict[str, Callable[[Run], str]] = {
+    "run": lambda run: str(run.folder),
+    "algorithm + mask": lambda run: pairing({}, run.config, taus=True),
+    "rounds": lambda run: f"{len(run.records)}/{run.config['rounds']}",
+    "best acc": lambda run: score(run, measures.best(run)),
+    "last acc": lambda run: score(run, measures.final(run)),
+    "last loss": lambda run: text(measures.final_loss(run)),
+    "kept": lambda run: text(measures.mean_of(run, "kept"), "{:.3f}".format),
+    "agreement": lambda run: text(measures.mean_of(run, "agreement"), "{:.3f}".format),
+    "MB moved": lambda run: text(measures.total_bytes(run) / 1e6, "{:.1f}".format),
+    "client up": lambda run: text(measures.bytes_per_client(run, "up"), amount),
+    "client down": lambda run: text(measures.bytes_per_client(run, "down"), amount),
+    "all up": lambda run: text(measures.client_bytes(run, "up"), amount),
+    "all down": lambda run: text(measures.client_bytes(run, "down"), amount),
+    "s/round": lambda run: text(typical_seconds(run), "{:.2f}".format),
+}
+"""title and cell of each column, in order"""
 
 
 def main(arguments: list[str]) -> int:

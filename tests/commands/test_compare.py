@@ -10,8 +10,9 @@ import pytest
 from shell import metrics, sandbox, settings_of, train
 
 from fedmpi.commands import main
-from fedmpi.commands.compare import COLUMNS, row, table
+from fedmpi.commands.compare import COLUMNS, table
 from fedmpi.errors import FileError, UserError
+from fedmpi.experiments.runs import read_run
 from fedmpi.runs.config import Eval
 
 
@@ -38,6 +39,11 @@ def copied(runs: list[Path], tmp_path: Path) -> Path:
     return tmp_path
 
 
+def row(folder: Path) -> list[str]:
+    """Return the cells of a run."""
+    return [cell(read_run(folder, whole=True)) for cell in COLUMNS.values()]
+
+
 def test_a_row_is_what_the_run_wrote(runs: list[Path]) -> None:
     rounds = metrics(runs[1])
     cells = dict(zip(COLUMNS, row(runs[1]), strict=True))
@@ -52,14 +58,14 @@ def test_a_row_is_what_the_run_wrote(runs: list[Path]) -> None:
 
 
 def test_a_mask_is_shown_with_its_threshold(runs: list[Path]) -> None:
-    assert row(runs[0])[1:3] == ("fedyogi + gma 0.25", "3/3")
+    assert row(runs[0])[1:3] == ["fedyogi + gma 0.25", "3/3"]
 
 
 def test_columns_are_aligned(runs: list[Path]) -> None:
     lines = table(runs).splitlines()
     assert len(lines) == 4 and set(lines[1]) == {"-"}
     assert len({len(lines[i]) for i in (0, 2, 3)}) == 1  # the last column is set to the right
-    starts = [lines[0].index(name) for name in COLUMNS[:2]]
+    starts = [lines[0].index(name) for name in list(COLUMNS)[:2]]
     for i, cells in ((2, row(runs[0])), (3, row(runs[1]))):
         assert [lines[i][start:].startswith(cell) for start, cell in zip(starts, cells[:2], strict=True)] == [True] * 2
 
@@ -82,7 +88,7 @@ def test_megabytes_are_summed_and_the_middle_round_is_shown(copied: Path) -> Non
         for r, s in zip(metrics(copied), (1, 9, 2, 3, 8), strict=True)
     ]
     (copied / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rounds))
-    assert row(copied)[-6:] == ("10.0", *"----", "3.00"), "of a version that did not count what clients send"
+    assert row(copied)[-6:] == ["10.0", *"----", "3.00"], "of a version that did not count what clients send"
     clients = [r | {"clients": 4, "client_bytes_up": 1000 * n, "client_bytes_down": 400} for n, r in enumerate(rounds)]
     (copied / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in clients))
     cells = dict(zip(COLUMNS, row(copied), strict=True))
@@ -93,7 +99,7 @@ def test_megabytes_are_summed_and_the_middle_round_is_shown(copied: Path) -> Non
 def test_a_run_under_way_is_shown_as_far_as_it_is(copied: Path) -> None:
     first = (copied / "metrics.jsonl").read_text().splitlines()[0]
     (copied / "metrics.jsonl").write_text(first + "\n")
-    assert row(copied)[2:6] == ("1/5", "-", "-", "-")  # evaluated every second round
+    assert row(copied)[2:6] == ["1/5", "-", "-", "-"]  # evaluated every second round
 
 
 def test_a_diverged_loss_is_a_dash(copied: Path) -> None:
