@@ -13,10 +13,12 @@ import yaml
 from reported import a_round
 
 from fedmpi.commands import main
-from fedmpi.experiments.report.sections.published import departures_of
+from fedmpi.experiments.report.sections.published import departure, published_table
 from fedmpi.experiments.runs import find_runs, group, read_sweep_record
 from fedmpi.experiments.sweep.command import check, parse
 from fedmpi.experiments.sweep.plan import describe
+from fedmpi.experiments.sweep.reference import bundled_reference, read_reference
+from fedmpi.experiments.tables import Difference
 
 FILE: dict[str, Any] = {
     "base": {"data": "glyphs", "rounds": 1000, "local": {"steps": 5}},
@@ -50,10 +52,11 @@ def swept(home: Path, *options: str, file: dict[str, Any] | str = FILE, done: bo
 
 
 def meanings(home: Path, **wanted: str) -> list[str]:
-    """What the marks of the groups with these labels mean."""
-    found = departures_of(read_sweep_record(home))
-    marks = [found.mark(one, wanted) for one in group(find_runs([home])) if wanted.items() <= one.first.labels.items()]
-    return [mark.meaning.removeprefix("differs from the recipe: ") if mark else "" for mark in marks]
+    """How the groups with these labels differ from the recipe."""
+    sweep = read_sweep_record(home)
+    reference = read_reference(sweep.get("recipe")) or bundled_reference(sweep)
+    groups = [one for one in group(find_runs([home])) if wanted.items() <= one.first.labels.items()]
+    return [departure(sweep, reference, one, wanted).removeprefix("differs from the recipe: ") for one in groups]
 
 
 def test_a_recipe_with_fewer_rounds_is_marked_wherever_it_is_shown(
@@ -85,10 +88,12 @@ def test_runs_as_the_recipe_has_them_bear_no_mark(tmp_path: Path, capsys: pytest
 def test_each_kind_of_difference_has_a_mark_of_its_own(tmp_path: Path) -> None:
     home = swept(tmp_path / "mixed", "--only", "algorithm=fedavg", "seed=0,1")
     swept(home, "--only", "algorithm=fedprox", "--set", "local.lr=0.5", "rounds=2", file=FILE)
-    found = departures_of(read_sweep_record(home))
-    marks = [found.mark(one, one.first.labels) for one in group(find_runs([home]))]
-    assert [mark.sign for mark in marks if mark] == ["†", "†", "‡", "‡"]
-    assert [mark.meaning for mark in marks[1:3] if mark] == [
+    sweep = read_sweep_record(home)
+    table = published_table(group(find_runs([home])), sweep["published"][0], sweep)
+    assert table is not None
+    marks = [cell.mark for row in table.rows for cell in row if isinstance(cell, Difference) and cell.mark]
+    assert [mark.sign for mark in marks] == ["†", "†", "‡"]
+    assert [mark.meaning for mark in marks[1:]] == [
         "differs from the recipe: 2 seeds instead of 3",
         "differs from the recipe: rounds 2 instead of 1000; local.lr 0.5 instead of 0.01",
     ]

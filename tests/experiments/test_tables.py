@@ -447,7 +447,7 @@ def test_the_order_of_the_seeds_changes_no_table(order: list[int]) -> None:
 # Published and measured
 
 
-AXES = ("algorithm", "mask", "clients")
+SWEEP: dict[str, Any] = {"axes": {"algorithm": [], "mask": [], "clients": []}, "runs": {}}
 
 
 def a_paper(rows: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
@@ -474,7 +474,7 @@ def test_published_next_to_measured_by_hand() -> None:
         {"clients": 10, "algorithm": "fedavg", "mean": 85.58, "gma": 86.27},
         {"clients": 10, "algorithm": "fedprox", "mean": "diverged", "gma": 85.78},
     ]
-    table = published_table(group(runs), a_paper(rows), AXES)
+    table = published_table(group(runs), a_paper(rows), SWEEP)
     assert table is not None and table.sides == "llrrrrrr"
     assert [list(map(show, row)) for row in table.rows] == [
         ["10", "fedavg", "85.58", "86.00 ± 1.41", "+0.42", "86.27", "88.00", "+1.73"],
@@ -489,7 +489,7 @@ def test_published_next_to_measured_by_hand() -> None:
 
 def test_published_rounds_are_no_percents() -> None:
     runs = swept({("fedavg", "mean"): [0.85, 0.87]})
-    table = published_table(group(runs), a_paper([{"algorithm": "fedavg", "mean": 68}], measure="rounds:0.8"), AXES)
+    table = published_table(group(runs), a_paper([{"algorithm": "fedavg", "mean": 68}], measure="rounds:0.8"), SWEEP)
     assert table is not None and list(map(show, table.rows[0])) == ["fedavg", "68.0", "1.0 ± 0.0", "-67.0"]
 
 
@@ -497,20 +497,20 @@ def test_what_is_not_chosen_yet_is_not_compared() -> None:
     runs = [
         made([0.5], labels={"mask": "mean", "local.lr": lr}, mask="mean", local__lr=float(lr)) for lr in ("0.1", "1.0")
     ]
-    axes = ("mask", "local.lr")
-    table = published_table(group(runs), {"columns": "mask", "rows": [{"mean": 50}]}, axes)
+    sweep: dict[str, Any] = {"axes": {"mask": [], "local.lr": []}, "runs": {}}
+    table = published_table(group(runs), {"columns": "mask", "rows": [{"mean": 50}]}, sweep)
     assert table is not None and list(map(show, table.rows[0])) == ["50.00", "several", "-"]
-    table = published_table(group(runs), {"columns": "mask", "rows": [{"local.lr": 1.0, "mean": 50}]}, axes)
+    table = published_table(group(runs), {"columns": "mask", "rows": [{"local.lr": 1.0, "mean": 50}]}, sweep)
     assert table is not None and list(map(show, table.rows[0])) == ["1.0", "50.00", "50.00", "+0.00"]
 
 
 def test_a_figure_without_numbers_has_no_table() -> None:
     groups = group(swept({("fedavg", "mean"): [0.5]}))
-    assert published_table(groups, {}, AXES) is None
-    assert published_table(groups, a_paper([]), AXES) is None
-    assert published_table(groups, a_paper([{"mean": 1}], measure="curve"), AXES) is None
+    assert published_table(groups, {}, SWEEP) is None
+    assert published_table(groups, a_paper([]), SWEEP) is None
+    assert published_table(groups, a_paper([{"mean": 1}], measure="curve"), SWEEP) is None
     with pytest.raises(UserError, match="unknown measure 'worst'"):
-        published_table(groups, a_paper([{"mean": 1}], measure="worst"), AXES)
+        published_table(groups, a_paper([{"mean": 1}], measure="worst"), SWEEP)
 
 
 def test_a_sweep_on_disk_comes_to_its_published_table(tmp_path: Path) -> None:
@@ -522,7 +522,7 @@ def test_a_sweep_on_disk_comes_to_its_published_table(tmp_path: Path) -> None:
         write_run(sweep / name, records([score]), mask=labels["mask"], seed=int(labels["seed"]))
     record = read_sweep_record(sweep)
     assert record["published"] == [published], "one table, as the first version wrote it"
-    table = published_table(group(find_runs([sweep])), *record["published"], record["axes"])
+    table = published_table(group(find_runs([sweep])), *record["published"], record)
     assert table is not None
     assert list(map(show, table.rows[0])) == ["50.00", "50.50 ± 0.71", "+0.50", "60.00", "60.50 ± 0.71", "+0.50"]
 

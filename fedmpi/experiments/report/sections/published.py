@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ def published(material: Material) -> list[Part]:
     for number, paper in enumerate(material.sweep.get("published") or [], 1):
         name = "published" if number == 1 else f"published-{number}"
         try:
-            table = published_table(material.groups, paper, material.sweep["axes"], departures_of(material.sweep))
+            table = published_table(material.groups, paper, material.sweep)
         except UserError as error:
             why = f"The published numbers cannot be read ({error}); see 'published' in the sweep's file."
             parts.append(Absent(why))
@@ -83,17 +83,18 @@ def pictures(name: str, table: Table) -> list[Picture]:
 # The table
 
 
-def published_table(
-    groups: Sequence[Group], paper: Mapping[str, Any], known: Collection[str], departures: Departures | None = None
-) -> Table | None:
-    """Return published and measured numbers for the rows of a sweep.json with the axes `known`; None if there are no
-    rows, as for a figure. `departures` marks runs that differ from the recipe."""
+def published_table(groups: Sequence[Group], paper: Mapping[str, Any], sweep: Mapping[str, Any]) -> Table | None:
+    """Return published and measured numbers for the rows of a paper in a sweep.json, with marks for runs that differ
+    from the recipe; None if there are no rows, as for a figure."""
     lines, name = paper.get("rows") or [], paper.get("measure", "best")
     if not lines or name == "curve":
         return None
     what, axis = measure(name), paper.get("columns", "")
     keys = list(dict.fromkeys(key for row in lines for key in row))
-    axes, labels = [key for key in keys if key in known], [key for key in keys if key not in known]
+    axes = [key for key in keys if key in sweep["axes"]]
+    labels = [key for key in keys if key not in axes]
+    reference = read_reference(sweep.get("recipe")) or bundled_reference(sweep)
+    marks: dict[str, Mark] = {}  # by meaning, in the order of first use
     show_mask = "mask" not in (*axes, axis)
     body: list[list[Cell]] = []
     for row in lines:
@@ -103,8 +104,8 @@ def published_table(
             wanted = {**{key: label_of(row[key]) for key in axes if key in row}, axis: label}
             alike = [g for g in groups if wanted.items() <= g.first.labels.items()]
             masks |= {pairing({}, g.config, g.taus, algorithm=False): None for g in alike}
-            comparable = len(alike) == 1 and label in row
-            mark = departures.mark(alike[0], wanted) if departures is not None and comparable else None
+            meaning = departure(sweep, reference, alike[0], wanted) if len(alike) == 1 and label in row else ""
+            mark = marks.setdefault(meaning, Mark(sign(len(marks)), meaning)) if meaning else None
             shape = form((alike or groups)[0], what) if groups else {}
             line += cells(row.get(label), alike, what, shape, mark)
         head = [label_of(row[key]) if key in row else Missing() for key in axes]
@@ -113,14 +114,12 @@ def published_table(
     heads = [f"{label} {kind}" for label in labels for kind in ("published", "measured", "difference")]
     notes = [f"Published: {paper['source']}."] if paper.get("source") else []
     notes += ["Difference: measured - published.", *remarks(groups, [what])]
-    notes += departures.notes if departures is not None else []
+    notes += [*([] if reference else [UNKNOWN]), *(f"{mark.sign} {mark.meaning}." for mark in marks.values())]
     align = "l" * len(axes) + "r" * len(heads)
     return Table(f"Published and measured: {column_title(what, groups)}", [*axes, *heads], body, notes, align)
 
 
-def cells(
-    value: Any, alike: Sequence[Group], what: Measure, shape: Mapping[str, Any], mark: Mark | None
-) -> list[Cell]:
+def cells(value: Any, alike: Sequence[Group], what: Measure, shape: Mapping[str, Any], mark: Mark | None) -> list[Cell]:
     """Return a published number (accuracies in percent), the measured one of a single matching group, and their gap."""
     measured = cell(alike[0], what) if len(alike) == 1 else Missing("several" if alike else "-")
     measured = replace(measured, mark=mark) if isinstance(measured, Number) else measured
@@ -134,61 +133,29 @@ def cells(
 # Differences from the recipe
 
 
-@dataclass
-class Departures:
-    """The differences between runs and the recipe of their sweep, one mark per kind."""
-
-    sweep: Mapping[str, Any]
-    """sweep.json"""
-    reference: Reference | None
-    marks: dict[str, Mark] = field(default_factory=dict)
-    """by meaning, in the order of first use"""
-
-    def mark(self, group: Group, wanted: Mapping[str, str]) -> Mark | None:
-        """Return the mark of the group with the `wanted` labels; None if it follows the recipe."""
-        found = [*self.knobs(group), *self.axes(group, wanted)]
-        used, planned = len(counted(group)), 0 if self.reference is None else len(self.reference.seeds)
-        if used < planned:
-            found.append(f"{plural(used, 'seed')} instead of {planned}")
-        rounds = [len(run.records) for run in counted(group) if not run.done]
-        if rounds:
-            found.append(f"not done: {min(rounds)} of {group.config['rounds']} rounds")
-        if not found:
-            return None
-        meaning = f"differs from the recipe: {'; '.join(found)}"
-        sign = SIGNS[len(self.marks) % len(SIGNS)] * (1 + len(self.marks) // len(SIGNS))
-        return self.marks.setdefault(meaning, Mark(sign, meaning))
-
-    @property
-    def notes(self) -> list[str]:
-        known = [] if self.reference is not None else [UNKNOWN]
-        return known + [f"{mark.sign} {mark.meaning}." for mark in self.marks.values()]
-
-    def knobs(self, group: Group) -> list[str]:
-        """Return the knobs that differ in any run that counts."""
-        planned = self.reference.of(group.first.labels) if self.reference is not None else None
-        found: dict[str, None] = {}
-        for run in counted(group):
-            for name, value in (planned or {}).items():
-                if run.config.get(name) != value:
-                    found[f"{name} {word(run.config.get(name))} instead of {word(value)}"] = None
-        return list(found)
-
-    def axes(self, group: Group, wanted: Mapping[str, str]) -> list[str]:
-        """Return the axes that the published number does not name and that were run in part."""
-        home = group.first.sweep or Path()
-        runs = [(name, one) for name, one in self.sweep["runs"].items() if wanted.items() <= one.items()]
-        begun = [one for name, one in runs if (home / name).is_dir()]
-        found = []
-        for axis, labels in self.sweep["axes"].items():
-            some = {one.get(axis) for one in begun}
-            if axis not in wanted and some < set(labels):
-                shown = ", ".join(label for label in labels if label in some)
-                found.append(f"{axis} {shown} instead of {', '.join(labels)}")
-        return found
+def departure(sweep: Mapping[str, Any], reference: Reference | None, group: Group, wanted: Mapping[str, str]) -> str:
+    """Return how the group with the `wanted` labels differs from the recipe of its sweep.json; '' if it does not."""
+    runs, found = counted(group), list[str]()
+    planned = reference.of(group.first.labels) if reference is not None else None
+    for name, value in (planned or {}).items():
+        others = dict.fromkeys(word(run.config.get(name)) for run in runs if run.config.get(name) != value)
+        found += [f"{name} {other} instead of {word(value)}" for other in others]
+    home = group.first.sweep or Path()
+    alike = [(name, labels) for name, labels in sweep["runs"].items() if wanted.items() <= labels.items()]
+    begun = [labels for name, labels in alike if (home / name).is_dir()]
+    for axis, labels in sweep["axes"].items():  # those that the published number does not name may be run in part
+        some = {one.get(axis) for one in begun}
+        if axis not in wanted and some < set(labels):
+            shown = ", ".join(label for label in labels if label in some)
+            found.append(f"{axis} {shown} instead of {', '.join(labels)}")
+    if reference is not None and len(runs) < len(reference.seeds):
+        found.append(f"{plural(len(runs), 'seed')} instead of {len(reference.seeds)}")
+    rounds = [len(run.records) for run in runs if not run.done]
+    if rounds:
+        found.append(f"not done: {min(rounds)} of {group.config['rounds']} rounds")
+    return f"differs from the recipe: {'; '.join(found)}" if found else ""
 
 
-def departures_of(sweep: Mapping[str, Any]) -> Departures:
-    """Return the differences of the runs of a sweep, by its sweep.json."""
-    recorded = read_reference(sweep.get("recipe"))
-    return Departures(sweep, recorded if recorded is not None else bundled_reference(sweep))
+def sign(number: int) -> str:
+    """Return the sign of a mark by its number."""
+    return SIGNS[number % len(SIGNS)] * (1 + number // len(SIGNS))
