@@ -14,11 +14,11 @@ from statistics import median
 from ..errors import UserError
 from ..experiments import measures
 from ..experiments.runs import Run, pairing, read_run
-from ..experiments.tables import Table, lines
+from ..experiments.tables import one_line
 from ..runs.metrics import REQUIRED
 from ..runs.options import positional, read_options
 from ..runs.sinks.base import scalars
-from ..runs.text import amount
+from ..runs.text import align, amount
 
 ABOUT = "Print a table of runs: algorithm, accuracy, loss, mask statistics, traffic and time."
 
@@ -40,8 +40,8 @@ def table(folders: list[Path]) -> str:
         [*(cell(run) for cell in COLUMNS.values()), *(text(found.get(name)) for name in names)]
         for run, found in zip(runs, more, strict=True)
     ]
-    columns = [*COLUMNS, *names]
-    return "\n".join(lines(Table("", columns, rows, align="ll" + "r" * (len(columns) - 2))))
+    cells = [[one_line(cell) for cell in row] for row in ([*COLUMNS, *names], *rows)]
+    return "\n".join(align(cells, "llr", rule=True))
 
 
 def further(run: Run) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Tables of typed cells as aligned text, Markdown, LaTeX and CSV.
+"""Tables of typed cells as CSV, Markdown and LaTeX.
 
 Cells are rounded, accuracies in percent; CSV has the exact numbers, with deviations and intervals in separate columns.
 LaTeX needs the package booktabs. All text is escaped for its format.
@@ -11,8 +11,6 @@ import io
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-from ..runs.text import align
 
 
 @dataclass(frozen=True)
@@ -41,15 +39,11 @@ class Number:
 
 
 @dataclass(frozen=True)
-class Difference:
+class Difference(Number):
     """A difference with its confidence interval."""
 
-    value: float
     low: float | None = None
     high: float | None = None
-    digits: int = 4
-    percent: bool = False
-    mark: Mark | None = None
 
 
 @dataclass(frozen=True)
@@ -76,7 +70,7 @@ class Missing:
     why: str = "-"
 
 
-Cell = str | Number | Difference | Interval | Probability | Missing
+Cell = str | Number | Interval | Probability | Missing
 SUFFIXES = ("", " sd", " low", " high", " note")
 """of the CSV columns that a column is split into"""
 
@@ -125,44 +119,27 @@ def is_better(cell: Cell) -> bool:
     return isinstance(cell, Number) and cell.better
 
 
-def to_text(table: Table) -> str:
-    """Return aligned columns under the title, with notes below."""
-    notes = [one_line(note) for note in table.notes]
-    return "\n".join([one_line(table.title), "", *lines(table), *([""] if notes else []), *notes]) + "\n"
+def escaped(table: Table, escape: Callable[[str], str], bold: Callable[[str], str]) -> list[list[str]]:
+    """Return the columns and the rows as escaped texts, the better ones in bold."""
 
+    def text(cell: Cell) -> str:
+        return bold(escape(show(cell))) if is_better(cell) else escape(show(cell))
 
-def lines(table: Table) -> list[str]:
-    """Return the aligned columns: head, rule and rows."""
-    cells = [[one_line(show(cell)) for cell in row] for row in (table.columns, *table.rows)]
-    return align(cells, table.sides, rule=True)
+    return [[text(cell) for cell in row] for row in (table.columns, *table.rows)]
 
 
 def to_markdown(table: Table) -> str:
     """Return a heading, a table in GitHub's Markdown, and the notes."""
-
-    def row(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(cells) + " |"
-
-    def cell(one: Cell) -> str:
-        return f"**{markdown(show(one))}**" if is_better(one) else markdown(show(one))
-
-    rules = row([":---" if side == "l" else "---:" for side in table.sides])
-    body = [row([cell(one) for one in cells]) for cells in table.rows]
+    head, *rows = escaped(table, markdown, "**{}**".format)
+    rule = [":---" if side == "l" else "---:" for side in table.sides]
+    grid = ["| " + " | ".join(row) + " |" for row in (head, rule, *rows)]
     notes = [text for note in table.notes for text in ("", markdown(note))]
-    return "\n".join(
-        [f"### {markdown(table.title)}", "", row([*map(markdown, table.columns)]), rules, *body, *notes, ""]
-    )
+    return "\n".join([f"### {markdown(table.title)}", "", *grid, *notes, ""])
 
 
 def to_latex(table: Table) -> str:
     """Return a floating table with booktabs."""
-
-    def row(cells: Sequence[str]) -> str:
-        return "    " + " & ".join(cells) + r" \\"
-
-    def cell(one: Cell) -> str:
-        return rf"\textbf{{{latex(show(one))}}}" if is_better(one) else latex(show(one))
-
+    head, *rows = ["    " + " & ".join(row) + r" \\" for row in escaped(table, latex, r"\textbf{{{}}}".format)]
     notes = [rf"  \par\smallskip{{\footnotesize {latex(note)}}}" for note in table.notes]
     return "\n".join(
         [
@@ -171,9 +148,9 @@ def to_latex(table: Table) -> str:
             rf"  \caption{{{latex(table.title)}}}\smallskip",  # the article class leaves no space below a caption
             rf"  \begin{{tabular}}{{{table.sides}}}",
             r"    \toprule",
-            row([latex(name) for name in table.columns]),
+            head,
             r"    \midrule",
-            *(row([cell(one) for one in cells]) for cells in table.rows),
+            *rows,
             r"    \bottomrule",
             r"  \end{tabular}",
             *notes,
@@ -214,11 +191,11 @@ def raw(cell: Cell) -> dict[str, str | float]:
         notes = [cell.note, cell.mark.meaning if cell.mark else ""]
         found |= {" sd": cell.sd, " note": one_line("; ".join(filter(None, notes))) or None}
     if isinstance(cell, Difference):
-        found |= {" low": cell.low, " high": cell.high, " note": one_line(cell.mark.meaning) if cell.mark else None}
+        found |= {" low": cell.low, " high": cell.high}
     return {suffix: value for suffix, value in found.items() if value is not None}
 
 
-FORMS: dict[str, Callable[[Table], str]] = {"txt": to_text, "md": to_markdown, "tex": to_latex, "csv": to_csv}
+FORMS: dict[str, Callable[[Table], str]] = {"csv": to_csv, "md": to_markdown, "tex": to_latex}
 """by file extension"""
 
 LATEX = {c: f"\\{c}" for c in "{}$&#_%"} | {

@@ -42,7 +42,6 @@ from .sections.setup import choice, configuration, source
 
 ABOUT = "Write one page about runs, with figures and tables that are also written as files."
 KINDS = ("png", "svg", "pdf")
-WRITTEN = ("csv", "md", "tex")
 SOFTWARE = ("fedmpi", "python", "torch")
 
 
@@ -153,7 +152,7 @@ def make(runs: Sequence[Run], options: ReportOptions, command: str) -> tuple[Fil
             drawn[part.name] = made["svg"].decode()
             files |= {f"figures/{part.name}.{kind}": made[kind] for kind in formats}
         if isinstance(part, Named):
-            files |= {f"tables/{part.name}.{kind}": FORMS[kind](part.table).encode() for kind in WRITTEN}
+            files |= {f"tables/{part.name}.{kind}": form(part.table).encode() for kind, form in FORMS.items()}
             warnings += [f"{part.name}: {text}" for text in departure_notes(part.table)]
     sections.append(source(material, command, list(files)))
     whole, of = len(sweep.get("runs", ())), f" of the sweep {sweep['name']}" if sweep.get("name") else ""

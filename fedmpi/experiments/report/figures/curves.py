@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -30,23 +30,19 @@ class Line:
     high: Sequence[float] | None = None
 
 
-@dataclass(frozen=True)
-class Panel:
-    """Curves that share a pair of axes."""
-
-    title: str
-    lines: Sequence[Line]
+Panels = Mapping[str, Sequence[Line]]
+"""the curves that share a pair of axes, by the title of these"""
 
 
-def draw(parts: Sequence[Panel], across: str, down: str, log: bool = False, ticks: Sequence[float] = ()) -> Figure:
+def draw(parts: Panels, across: str, down: str, log: bool = False, ticks: Sequence[float] = ()) -> Figure:
     """Draw panels of curves with one legend. `log`: logarithmic values; `ticks`: a logarithmic x axis with these."""
     single = len(parts) == 1
     figure, axes = panels(len(parts), SINGLE if single else HEIGHT, **shared_scales(parts))
     handles: dict[str, Line2D] = {}
-    for part, one in zip(parts, axes, strict=True):
-        for number, line in enumerate(part.lines):
-            handles.setdefault(line.label, draw_line(one, line, number / max(1, len(part.lines))))
-        set_title(one, part.title)
+    for (title, lines), one in zip(parts.items(), axes, strict=True):
+        for number, line in enumerate(lines):
+            handles.setdefault(line.label, draw_line(one, line, number / len(lines)))
+        set_title(one, title)
         grid(one)
     for one in axes:
         set_scales(one, log, ticks, 10 if single else 5)
@@ -55,18 +51,11 @@ def draw(parts: Sequence[Panel], across: str, down: str, log: bool = False, tick
     return figure
 
 
-def shared_scales(parts: Sequence[Panel]) -> dict[str, bool]:
+def shared_scales(parts: Panels) -> dict[str, bool]:
     """Return which scales the panels share."""
-    return {
-        "sharex": similar(max(max(line.x) for line in part.lines) for part in parts),
-        "sharey": similar(max(max(map(abs, line.y)) for line in part.lines) for part in parts),
-    }
-
-
-def similar(ends: Iterable[float]) -> bool:
-    """Return whether panels with these largest values can share a scale."""
-    most = list(ends)
-    return max(most) <= UNLIKE * min(most)
+    across = [max(max(line.x) for line in lines) for lines in parts.values()]
+    down = [max(max(map(abs, line.y)) for line in lines) for lines in parts.values()]
+    return {"sharex": max(across) <= UNLIKE * min(across), "sharey": max(down) <= UNLIKE * min(down)}
 
 
 def set_scales(axes: Axes, log: bool, ticks: Sequence[float], most: int) -> None:

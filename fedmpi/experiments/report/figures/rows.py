@@ -38,16 +38,6 @@ class Row:
     note: str = ""
 
 
-@dataclass(frozen=True)
-class Pair:
-    """Two values and their difference, second minus first, with its interval if known."""
-
-    row: Row
-    difference: float
-    low: float | None
-    high: float | None
-
-
 def new_figure(rows: int) -> Figure:
     """Return a figure with the height of so many rows."""
     from matplotlib.figure import Figure
@@ -71,17 +61,14 @@ def draw(rows: Sequence[Row], across: str, line: float | None = None, whole: boo
     return figure
 
 
-def draw_pairs(pairs: Sequence[Pair], across: str) -> Figure:
-    """Draw both values and those of their seeds on the left, the difference with its interval on the right."""
+def draw_pairs(pairs: Sequence[tuple[Row, Mark]], across: str) -> Figure:
+    """Draw rows of two values with those of their seeds on the left, the mark of their difference on the right."""
     figure = new_figure(len(pairs))
     left, right = figure.subplots(1, 2, width_ratios=(1.5, 1))
-    handles = draw_rows(left, [pair.row for pair in pairs], 0.58 * WIDTH, joined=True)
-    draw_rows(right, [Row("") for _ in pairs], 0.38 * WIDTH)
-    for at, pair in enumerate(pairs):
-        draw_interval(right, at, pair.low, pair.high, INK)
-        right.plot([pair.difference], [at], marker="D", markersize=5, color=INK, linestyle="none")
+    handles = draw_rows(left, [row for row, _ in pairs], 0.58 * WIDTH, joined=True)
+    draw_rows(right, [Row("", [gap]) for _, gap in pairs], 0.38 * WIDTH)
     right.axvline(0, **DOTTED)
-    reach = max((abs(v) for pair in pairs for v in (pair.low, pair.high, pair.difference) if v is not None), default=1)
+    reach = max((abs(v) for _, gap in pairs for v in (gap.low, gap.high, gap.value) if v is not None), default=1)
     right.set_xlim(-1.15 * (reach or 1), 1.15 * (reach or 1))  # zero in the middle
     left.set_xlabel(across)
     right.set_xlabel("difference with 95% interval")
@@ -115,18 +102,14 @@ def draw_rows(axes: Axes, rows: Sequence[Row], width: float, joined: bool = Fals
 def draw_mark(axes: Axes, at: float, mark: Mark, value: float) -> Any:
     """Draw a value with its interval and seeds, and return its handle for the legend."""
     style = mark.style
-    draw_interval(axes, at, mark.low, mark.high, style.colour)
+    if mark.low is not None and mark.high is not None:
+        bar: dict[str, Any] = {"linewidth": 2.2, "alpha": 0.55, "solid_capstyle": "butt"}
+        axes.plot([mark.low, mark.high], [at, at], color=style.colour, zorder=2, **bar)
     for seed in mark.seeds:
         axes.plot([seed], [at], marker="|", markersize=7, color=style.colour, alpha=0.7, linestyle="none")
     shape: dict[str, Any] = {"marker": style.marker, "markersize": 6.5, "markerfacecolor": style.face}
     (drawn,) = axes.plot([value], [at], color=style.colour, linestyle="none", markeredgewidth=1.3, zorder=3, **shape)
     return drawn
-
-
-def draw_interval(axes: Axes, at: float, low: float | None, high: float | None, colour: str) -> None:
-    """Draw an interval as a bar along its row."""
-    if low is not None and high is not None:
-        axes.plot([low, high], [at, at], color=colour, linewidth=2.2, alpha=0.55, solid_capstyle="butt", zorder=2)
 
 
 def draw_stacks(stacks: Sequence[tuple[str, Sequence[float]]], names: Sequence[str], across: str) -> Figure:

@@ -15,7 +15,7 @@ from ...runs import MOST_PARTITION, PARTITION, Group, Run, counted, word
 from ...stats import summarise
 from ...tables import Table
 from ..figures import curves, heat, split
-from ..figures.curves import Line, Panel
+from ..figures.curves import Line
 from ..figures.heat import Map
 from ..figures.rows import Row
 from ..figures.style import Picture, assign_styles, numbered_style
@@ -115,7 +115,7 @@ def alpha_picture(groups: Sequence[Group], alphas: Sequence[float]) -> Picture:
         f"Line chart of the share of parameters below tau against the concentration alpha of the labels. {ends}.",
         "Share of parameters whose agreement is below tau against the concentration of the labels (small alpha: "
         "heterogeneous clients); mean over rounds and seeds with a band of ± 1 sd over seeds.",
-        lambda: curves.draw([Panel("", lines)], "alpha", "below tau, %", ticks=alphas),
+        lambda: curves.draw({"": lines}, "alpha", "below tau, %", ticks=alphas),
     )
 
 

@@ -11,8 +11,8 @@ from ...runs import Group, essence, pairing, words
 from ...stats import ALPHA, LEAST, Comparison, compare, holm, significant, verdict
 from ...tables import Cell, Difference, Missing, Probability, Table
 from ..figures import rows
-from ..figures.rows import Row
-from ..figures.style import Picture, numbered_style
+from ..figures.rows import Mark, Row
+from ..figures.style import INK, Picture, Style, numbered_style
 from ..page import Fold, Named, Part
 from .material import Material, by_suffix, capitalised, mark, unit
 from .results import cell, column_title, form, remarks, values, whole
@@ -20,6 +20,7 @@ from .results import cell, column_title, form, remarks, values, whole
 MASK = ("mask", "tau", "sharpness")
 RATES = ("local.lr", "server.lr", "meta.lr")  # a paper may choose them per mask
 MOST_UNFOLDED = 6  # conclusions
+DIFFERENCE = Style(INK, marker="D")
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ def row(one: Compared, what: Measure) -> list[Cell]:
     if test is None:
         return [pair.label, pair.mask, plain, masked, *[Missing()] * 5]
     ps = [Missing() if p is None else Probability(p) for p in (test.p, test.flips, one.corrected)]
-    gap = Difference(test.difference, test.low, test.high, **form(pair.masked, what))
+    gap = Difference(test.difference, low=test.low, high=test.high, **form(pair.masked, what))
     return [pair.label, pair.mask, plain, masked, gap, whole(test.count), *ps]
 
 
@@ -201,8 +202,8 @@ def picture(tested: Sequence[tuple[Compared, Comparison]], what: str, suffix: st
         ]
         low, high = (None if end is None else factor * end for end in (test.low, test.high))
         name = f"{one.pair.label} + {one.pair.mask}"
-        drawn.append(rows.Pair(Row(name, marks), factor * test.difference, low, high))
-    differences = "; ".join(f"{one.row.label}: {one.difference:+.3g}" for one in drawn[:12])
+        drawn.append((Row(name, marks), Mark("", DIFFERENCE, factor * test.difference, low, high)))
+    differences = "; ".join(f"{row.label}: {gap.value:+.3g}" for row, gap in drawn[:12])
     return Picture(
         f"masks{suffix}",
         f"Dot plot of the {what} with plain averaging and with a mask, and their differences. {differences}.",

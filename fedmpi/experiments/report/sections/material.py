@@ -13,7 +13,7 @@ from typing import Any
 from ...runs import Group, Run, counted
 from ...stats import band, summarise
 from ..figures import curves, rows
-from ..figures.curves import Line, Panel
+from ..figures.curves import Line, Panels
 from ..figures.rows import Mark, Row
 from ..figures.style import Picture, Style
 from ..layout import MOST_PANELS, Placed, by_panel, sort_by
@@ -101,22 +101,23 @@ def plot(
     what: Plot, placed: Sequence[Placed], lines: Callable[[Placed], Sequence[Line | None]], smooth: int
 ) -> list[Picture]:
     """Return figures of the lines of each group in their panels, with up to `MOST_PANELS` panels each."""
-
-    def picture(panels: list[Panel], number: int) -> Picture:
-        own = "" if all(curves.shared_scales(panels).values()) else " Panels have scales of their own."
-        values = [value for panel in panels for found in panel.lines for value in found.y]
-        log = min(values) > 0 and max(values) > STEEP * median(values)  # a linear scale would hide most values
-        name = f"{what.name}-{number + 1}" if number else what.name
-        text = caption(what, placed, smooth) + own
-        return Picture(name, alt(what, panels), text, lambda: curves.draw(panels, what.across, what.down, log))
-
-    every = []
+    every: list[tuple[str, Sequence[Line]]] = []
     for title, inside in by_panel(placed).items():
-        found = [drawn for one in inside for drawn in lines(one) if drawn is not None]
-        every += [Panel(title, found)] if found else []
+        drawn = [made for one in inside for made in lines(one) if made is not None]
+        every += [(title, drawn)] if drawn else []
     figures = max(1, math.ceil(len(every) / MOST_PANELS))
     size = max(1, math.ceil(len(every) / figures))  # 16 are two of 8, not 12 and 4
-    return [picture(every[at : at + size], at // size) for at in range(0, len(every), size)]
+    parts = [dict(every[at : at + size]) for at in range(0, len(every), size)]
+    return [picture(what, part, number, caption(what, placed, smooth)) for number, part in enumerate(parts)]
+
+
+def picture(what: Plot, panels: Panels, number: int, text: str) -> Picture:
+    """Return the figure of some panels, with a number in its name if it is not the first."""
+    values = [value for lines in panels.values() for one in lines for value in one.y]
+    log = min(values) > 0 and max(values) > STEEP * median(values)  # a linear scale would hide most values
+    own = "" if all(curves.shared_scales(panels).values()) else " Panels have scales of their own."
+    name = f"{what.name}-{number + 1}" if number else what.name
+    return Picture(name, alt(what, panels), text + own, lambda: curves.draw(panels, what.across, what.down, log))
 
 
 def caption(what: Plot, placed: Sequence[Placed], smooth: int) -> str:
@@ -130,12 +131,12 @@ def caption(what: Plot, placed: Sequence[Placed], smooth: int) -> str:
     return f"{capitalised(what.about)}, {seeds}{running}."
 
 
-def alt(what: Plot, panels: Sequence[Panel]) -> str:
+def alt(what: Plot, panels: Panels) -> str:
     """Return the axes and the last value of each line in words."""
     ends = [
-        f"{panel.title + ', ' if panel.title else ''}{found.label} ends at {found.y[-1]:.4g}"
-        for panel in panels
-        for found in panel.lines
+        f"{title + ', ' if title else ''}{one.label} ends at {one.y[-1]:.4g}"
+        for title, lines in panels.items()
+        for one in lines
     ]
     more = f"; and {len(ends) - 12} more" if len(ends) > 12 else ""
     return f"Line chart of {what.down} against {what.across}. {'; '.join(ends[:12])}{more}."
