@@ -9,8 +9,7 @@ from typing import Any
 
 import yaml
 
-from fedmpi.experiments.records import flat
-from fedmpi.experiments.runs import Run
+from fedmpi.experiments.runs import Run, flat
 
 BASE = {"algorithm": "fedavg", "mask": "gma", "tau": 0.4, "data": "glyphs", "rounds": 0, "seed": 0}
 

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from ..runs.config import FREE
+from ..knobs import VARIANTS
+from ..plugins.knobs import knobs
+from ..runs.config import FREE, Config, renamed
 from ..runs.folder import CONFIG, FINISHED, METRICS, read_json
 from ..runs.metrics import SIDES, read_lines
-from ..runs.schema import Damaged, Dealt, Finished, read, read_yaml
-from .records import DEFAULTS, flat, read_goal
+from ..runs.schema import Damaged, Dealt, Finished, Goal, read, read_yaml
 
 SWEEP, PARTITION = "sweep.json", "partition.json"
 MOST_PARTITION = 1 << 26  # bytes of a partition.json, which has one number per client (10,000) and class
@@ -28,6 +29,21 @@ IDLE = (*FREE, "threads", "device", "deterministic", "min_clients", "eval.batch"
 """knobs, and prefixes of groups, that change results at most in the last bits"""
 PLAIN = ("algorithm", "mask", "data", "split", "model")  # knobs whose value needs no name in a label
 TASK = ("data", "model", "split", "clients", "rounds")  # knobs that comparable runs share
+DEFAULTS = {name: value for name, value in knobs(Config()).items() if not dataclasses.is_dataclass(value)}
+BEFORE: dict[str, Any] = {"local.clip": 0.0, "local.clip_update": 0.0}
+BEFORE |= {"meta.size": 0, "meta.lr": 0.0, "meta.share": False}
+"""the behaviour of versions without these knobs; null, today's default, means 'the algorithm's own'"""
+NEEDED: dict[str, type | tuple[type, ...]] = {
+    "algorithm": str,
+    "mask": str,
+    "tau": (int, float),
+    "data": str,
+    "rounds": int,
+    "seed": int,
+}
+"""knobs that every version wrote"""
+READ: dict[str, type | tuple[type, ...]] = {"split": str, "skew.alpha": (int, float), "server.variant": str}
+"""further knobs whose type matters here, if they are present"""
 
 
 @dataclass(frozen=True)
@@ -51,10 +67,6 @@ class Run:
     @property
     def seed(self) -> int:
         return int(self.config["seed"])
-
-    @property
-    def name(self) -> str:
-        return self.folder.name
 
     @property
     def mask(self) -> str:
@@ -114,14 +126,6 @@ class Group:
     def metric(self) -> str:
         return self.first.metric
 
-    @property
-    def rises(self) -> bool:
-        return self.first.rises
-
-    @property
-    def seeds(self) -> list[int]:
-        return [run.seed for run in self.runs]
-
 
 def look_up(record: dict[str, Any], path: Iterable[str]) -> Any:
     """Return the value under these nested keys of a record; None if there is none."""
@@ -158,6 +162,37 @@ def read_config(folder: Path) -> dict[str, Any]:
         return flat(read_yaml(folder / CONFIG))
     except ValueError as error:
         raise Damaged(folder / CONFIG, f"is no configuration of a run ({error})") from None
+
+
+def flat(tree: Any) -> dict[str, Any]:
+    """Return a configuration by dotted knobs, with those that its version did not have; raise a ValueError if it is
+    none."""
+    if not isinstance(tree, dict):
+        raise ValueError(f"{CONFIG} has no knobs")
+    found: dict[str, Any] = {}
+    for name, value in renamed(tree).items():
+        found |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
+    given = {name: DEFAULTS[name] for name in READ} | found
+    for name, kind in (NEEDED | READ).items():
+        if not isinstance(given.get(name), kind):
+            raise ValueError(f"{CONFIG} has no valid '{name}'")
+    for name, value in found.items():  # anything else is damage, and may be too large for memory
+        every = value if isinstance(value, list) else [value]
+        if not all(one is None or isinstance(one, str | int | float) for one in every):
+            raise ValueError(f"'{name}' in {CONFIG} is not a knob's value")
+    whole = {str(name): value for name, value in (DEFAULTS | BEFORE | found).items()}
+    variant = VARIANTS.get(whole["server.variant"])  # what null stood for in the first versions
+    filled = {"server.b2": variant.b2, "server.eps": variant.eps} if variant else {}
+    return whole | {name: value for name, value in filled.items() if whole[name] is None}
+
+
+def read_goal(objective: Goal | None, records: list[dict[str, Any]]) -> tuple[str, bool]:
+    """Return the metric of a run and whether more is better, from its rounds and the objective in its partition.json.
+    The first versions wrote none: they only had accuracy."""
+    goal = objective or {}
+    names = (key.removeprefix("test_") for record in records for key in record if key.startswith("test_"))
+    metric = next((name for name in names if name != "loss"), None) or str(goal.get("metric", "accuracy"))
+    return metric, bool(goal.get("rises", metric == "accuracy"))
 
 
 def no_run(folder: Path, why: str) -> UserError:

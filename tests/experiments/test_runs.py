@@ -18,7 +18,6 @@ from made_runs import BASE, made, records, write_run, write_sweep
 from shell import sandbox, settings_of, train
 
 from fedmpi.errors import FileError, UserError
-from fedmpi.experiments import records as low
 from fedmpi.experiments.measures import (
     best,
     final,
@@ -32,11 +31,27 @@ from fedmpi.experiments.measures import (
     total_seconds,
     train_loss,
 )
-from fedmpi.experiments.runs import IDLE, Run, differences, find_runs, group, read_run, read_sweep_record
+from fedmpi.experiments.runs import (
+    DEFAULTS,
+    IDLE,
+    Group,
+    Run,
+    differences,
+    find_runs,
+    flat,
+    group,
+    read_run,
+    read_sweep_record,
+)
 from fedmpi.runs.config import FREE, Config, Eval
 
 OLD = Path(__file__).parents[1] / "old_runs"
 FIVE = ("1-first", "2-catalogue", "3-data", "4-checkpoints", "5-steps")
+
+
+def seeds_of(one: Group) -> list[int]:
+    """Return the seeds of a group's runs."""
+    return [run.seed for run in one.runs]
 
 
 # Runs of older versions
@@ -56,7 +71,7 @@ def test_a_run_of_an_older_version_is_read_in_full(name: str) -> None:
 @pytest.mark.parametrize("name", FIVE)
 def test_an_older_version_has_all_the_knobs_of_today(name: str) -> None:
     config = read_run(OLD / name).config
-    assert config.keys() == low.DEFAULTS.keys()
+    assert config.keys() == DEFAULTS.keys()
     unset = {knob for knob, value in config.items() if value is None}
     assert unset <= {"data_root", "augment", "max_minutes", "threads", "local.steps", "meta.weights"} | {
         "memory.folder",
@@ -67,9 +82,9 @@ def test_an_older_version_has_all_the_knobs_of_today(name: str) -> None:
 
 def test_runs_of_all_versions_with_the_same_knobs_are_seeds_of_one_group() -> None:
     plain, masked = sorted(group(find_runs([OLD])), key=lambda one: one.label, reverse=True)
-    assert (plain.label, plain.seeds) == ("fedavg + mean", [0])
-    assert (masked.label, masked.seeds) == ("fedavg + gma", [0, 1, 2, 3, 4, 5])
-    assert [run.name for run in masked.runs] == [*FIVE, "6-stopped"]
+    assert (plain.label, seeds_of(plain)) == ("fedavg + mean", [0])
+    assert (masked.label, seeds_of(masked)) == ("fedavg + gma", [0, 1, 2, 3, 4, 5])
+    assert [run.folder.name for run in masked.runs] == [*FIVE, "6-stopped"]
 
 
 def test_a_run_that_was_stopped_is_read_as_far_as_it_came() -> None:
@@ -107,9 +122,9 @@ def today(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_of_today_is_read_as_it_was_configured(today: Path) -> None:
     run = read_run(today)
     written = yaml.safe_load((today / "config.yaml").read_text())
-    assert run.config == low.flat(written) and run.config.keys() == low.DEFAULTS.keys()
+    assert run.config == flat(written) and run.config.keys() == DEFAULTS.keys()
     assert run.config["local.batch"] == written["local"]["batch"] == 10
-    assert (run.seed, run.mask, run.name, run.metric) == (3, "gma", "today", "accuracy")
+    assert (run.seed, run.mask, run.folder.name, run.metric) == (3, "gma", "today", "accuracy")
     assert run.records == [json.loads(line) for line in (today / "metrics.jsonl").read_text().splitlines()]
     assert run.finished["rounds"] == 5
 
@@ -257,7 +272,7 @@ def test_the_metric_and_its_direction_are_those_of_the_objective(tmp_path: Path)
 
 
 def names(paths: list[Path]) -> list[str]:
-    return [run.name for run in find_runs(paths)]
+    return [run.folder.name for run in find_runs(paths)]
 
 
 def test_runs_are_found_in_trees_by_name_and_none_twice(tmp_path: Path) -> None:
@@ -362,7 +377,7 @@ def test_groups_are_what_differs_in_more_than_the_seed() -> None:
         made([0.5], algorithm="fedavg", mask="gma", local__lr=0.1, seed=0, log_to="none", checkpoint__keep=0),
     ]
     first, second = group(runs)
-    assert (first.seeds, second.seeds) == ([0, 1], [0])
+    assert (seeds_of(first), seeds_of(second)) == ([0, 1], [0])
     assert (first.label, second.label) == ("local.lr 0.1, fedavg + gma", "local.lr 0.01, fedavg + gma")
     assert first.runs == [runs[2], runs[0]] and first.repeats == []
 
@@ -433,7 +448,7 @@ def test_runs_of_one_sweep_are_grouped_by_their_labels() -> None:
     runs += [one(1, 0.5, algorithm="fedavg", mask="gma"), one(0, algorithm="fedprox", mask="mean")]
     found = group(runs)
     assert [g.label for g in found] == ["fedavg + gma", "fedavg + mean", "fedprox + mean"]
-    assert [g.seeds for g in found] == [[0, 1], [0], [0]], "their labels say that they belong together"
+    assert [seeds_of(g) for g in found] == [[0, 1], [0], [0]], "their labels say that they belong together"
     assert found[0].key == {"algorithm": "fedavg", "mask": "gma"}
     others = [made([0.5], labels={"clients": label}, clients=int(label)) for label in ("10", "100")]
     assert labels(others) == ["clients 10, fedavg + gma", "clients 100, fedavg + gma"]
@@ -451,13 +466,14 @@ def test_a_seed_that_was_run_twice_counts_once() -> None:
         made([0.5, 0.7], name="too", rounds=11),
     ]
     (found,) = group(runs)
-    assert [run.name for run in found.runs] == ["long"] and [run.name for run in found.repeats] == ["short", "too"]
+    assert [run.folder.name for run in found.runs] == ["long"]
+    assert [run.folder.name for run in found.repeats] == ["short", "too"]
 
 
 @given(st.permutations(range(6)))
 def test_the_order_of_the_runs_changes_no_group(order: list[int]) -> None:
     runs = [made([0.5], seed=seed, mask=mask) for mask in ("mean", "gma") for seed in range(3)]
-    found = {one.label: one.seeds for one in group([runs[i] for i in order])}
+    found = {one.label: seeds_of(one) for one in group([runs[i] for i in order])}
     assert found == {"fedavg + mean": [0, 1, 2], "fedavg + gma": [0, 1, 2]}
 
 
@@ -475,7 +491,7 @@ def test_differences_are_the_knobs_with_more_than_one_value() -> None:
 
 
 def test_every_knob_is_known_by_its_dotted_name() -> None:
-    assert low.DEFAULTS["local.batch"] == Config().local.batch and "local" not in low.DEFAULTS
+    assert DEFAULTS["local.batch"] == Config().local.batch and "local" not in DEFAULTS
 
 
 # Measures, by hand

@@ -20,8 +20,7 @@ from ...errors import FileError, silence
 from ...runs.folder import CONFIG, read_json
 from ...runs.schema import read_yaml
 from ...runs.text import align, duration
-from ..records import flat
-from ..runs import pairing
+from ..runs import flat, pairing
 from .pick import GIVEN_UP, was_given_up
 from .plan import CONFIGS, LOGS
 

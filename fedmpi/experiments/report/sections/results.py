@@ -213,7 +213,8 @@ def remarks(groups: Sequence[Group], measures: Sequence[Measure]) -> list[str]:
     notes = ["Mean and sample standard deviation over seeds."] if any(len(g.runs) > 1 for g in groups) else []
     if any(m.kind == "metric" for m in measures) and any(g.metric == "accuracy" for g in groups):
         notes.append("Accuracies in percent.")
-    notes += [f"Less {metric} is better." for metric in sorted({group.metric for group in groups if not group.rises})]
+    falling = {group.metric for group in groups if not group.first.rises}
+    notes += [f"Less {metric} is better." for metric in sorted(falling)]
     if any(m.kind == "rounds" for m in measures):
         notes.append("Rounds to a value: mean of the runs that reached it; their number follows if it is not all.")
     notes += unfinished_note(groups)

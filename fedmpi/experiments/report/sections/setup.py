@@ -9,8 +9,7 @@ from typing import Any
 
 from ....runs.folder import CONFIG
 from ....runs.text import plural
-from ...records import DEFAULTS
-from ...runs import Group, Run, differences, word
+from ...runs import DEFAULTS, Group, Run, differences, word
 from ...tables import Cell, Missing, Number, Table, show
 from ..page import Absent, Code, Fold, Named, Part, Section
 from .material import Material
