@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from ..errors import UserError, unknown
-from ..runs.options import positional, read_options
+from ..runs.options import positional, read_options, recipes
 
 SHELLS = ("bash", "zsh")
 ABOUT = "Print a script that completes commands, options and names in bash or zsh."
@@ -88,12 +88,12 @@ def script() -> str:
     names: dict[str, Iterable[str]] = {
         "help:2": COMMANDS,
         "completion:2": SHELLS,
-        "recipes:2": recipe_names(),
-        "sweep:2": recipe_names(),
+        "recipes:2": recipes(),
+        "sweep:2": recipes(),
         "data:2": DATA_COMMANDS,
         "data:*": tables()["--data"],
     }
-    text = SCRIPT.replace("@COMMANDS@", join([*COMMANDS, "help"]))
+    text = SCRIPT.replace("@COMMANDS@", " ".join([*COMMANDS, "help"]))
     text = text.replace("@VALUES@", cases(tables())).replace("@OPTIONS@", cases(options))
     return text.replace("@NAMES@", cases(names))
 
@@ -134,7 +134,7 @@ def tables() -> dict[str, Iterable[str]]:
         "--wire": WIRES,
         "--comm": TRANSPORTS,
         "--device": ("auto", "cpu", "cuda"),
-        "--config": recipe_names(),
+        "--config": recipes(),
         "--log_to": (*SINKS, "none"),
     }
 
@@ -151,17 +151,6 @@ def choices(part: Any, prefix: str = "--") -> dict[str, Iterable[str]]:
     return found
 
 
-def recipe_names() -> list[str]:
-    """Return the names of the bundled recipes."""
-    from ..runs.options import recipes
-
-    return list(recipes())
-
-
 def cases(words: Mapping[str, Iterable[str]]) -> str:
     """Return the branches of a shell `case` that set `words`."""
-    return "\n".join(f'            {pattern}) words="{join(some)}" ;;' for pattern, some in words.items())
-
-
-def join(words: Iterable[str]) -> str:
-    return " ".join(dict.fromkeys(words))
+    return "\n".join(f'            {case}) words="{" ".join(dict.fromkeys(some))}" ;;' for case, some in words.items())

@@ -11,18 +11,19 @@ Everything is made before anything is written, and the same runs give the same b
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypedDict
 
-from ...errors import UserError, unknown
+from ...errors import UserError
 from ...plugins.knobs import knob
 from ...runs.folder import STARTS, read_json
 from ...runs.options import positional, read_options, several
 from ...runs.schema import WHOLE, Environment, Start, fault, read, records
 from ...runs.text import plural
+from ...schedules import read_names
 from ..runs import SWEEP, Group, Run, find_runs, group, pairing, read_sweep_record
 from ..sweep.pick import CHOSEN
 from ..tables import FORMS
@@ -126,11 +127,7 @@ def parse(arguments: list[str]) -> ReportOptions:
 
 def kinds(formats: str) -> list[str]:
     """Return the formats in a comma-separated list."""
-    wanted = [word.strip() for word in formats.split(",") if word.strip() not in ("", "none")]
-    for word in wanted:
-        if word not in KINDS:
-            raise unknown("format (--formats)", word, [*KINDS, "none"])
-    return list(dict.fromkeys(wanted))
+    return read_names("format (--formats)", formats, KINDS)
 
 
 def make(runs: Sequence[Run], options: ReportOptions, command: str) -> tuple[Files, list[str]]:
@@ -146,7 +143,8 @@ def make(runs: Sequence[Run], options: ReportOptions, command: str) -> tuple[Fil
     warnings: list[str] = []
     drawn: dict[str, str] = {}
     formats = kinds(options.formats)
-    for part in flat(part for section in sections for part in section.parts):
+    whole = [one for section in sections for one in section.parts]
+    for part in [inner for one in whole for inner in (one.parts if isinstance(one, Fold) else [one])]:
         if isinstance(part, Picture):
             made = render(part, dict.fromkeys(["svg", *formats]))
             drawn[part.name] = made["svg"].decode()
@@ -155,8 +153,8 @@ def make(runs: Sequence[Run], options: ReportOptions, command: str) -> tuple[Fil
             files |= {f"tables/{part.name}.{kind}": form(part.table).encode() for kind, form in FORMS.items()}
             warnings += [f"{part.name}: {text}" for text in departure_notes(part.table)]
     sections.append(source(material, command, list(files)))
-    whole, of = len(sweep.get("runs", ())), f" of the sweep {sweep['name']}" if sweep.get("name") else ""
-    some = "" if of and len(shown) >= whole else f" of {plural(len(shown), 'run')}"
+    of = f" of the sweep {sweep['name']}" if sweep.get("name") else ""
+    some = "" if of and len(shown) >= len(sweep["runs"]) else f" of {plural(len(shown), 'run')}"
     title = options.title or f"Report{some}{of}"
     about = str(sweep.get("about") or "").rstrip(".")
     files["index.html"] = make_page(title, sections, drawn, about=about, facts=facts(shown, groups)).encode()
@@ -185,12 +183,6 @@ def gather(sections: Sequence[Section]) -> list[Section]:
     texts = [f"{one.title}: {part}" for one in empty for part in one.parts if isinstance(part, Absent)]
     rest = [one for one in sections if one not in empty]
     return [*rest, Section("missing", "Not measured", [texts])] if texts else rest
-
-
-def flat(parts: Iterator[Part]) -> Iterator[Part]:
-    """Yield all parts, folded ones too."""
-    for part in parts:
-        yield from flat(iter(part.parts)) if isinstance(part, Fold) else [part]
 
 
 # The sweep of the runs

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ..runs import Group, describe, speaks
 from .figures.style import Style, assign_styles
@@ -35,7 +34,9 @@ def place(groups: Sequence[Group]) -> list[Placed]:
     # Labels instead of masks: several may have one mask, with other thresholds or rates.
     masks = [words(group, lambda axis: axis in masking) if masking else group.first.mask for group in groups]
     styles = assign_styles(list(zip(kinds, masks, strict=True)))
-    algorithm, taus = determine(groups, inside, "algorithm"), determine(groups, inside, "tau")
+    # Only then may a line's label, which is the same in all panels, name them.
+    lines = [(group.first.mask, *map(group.key.get, inside)) for group in groups]
+    algorithm, taus = (determine(lines, [group.config[knob] for group in groups]) for knob in ("algorithm", "tau"))
     return [
         Placed(
             group,
@@ -47,13 +48,10 @@ def place(groups: Sequence[Group]) -> list[Placed]:
     ]
 
 
-def determine(groups: Sequence[Group], axes: Sequence[str], knob: str) -> bool:
-    """Return whether the labels of these axes and the mask determine a knob: only then may a line's label, which is the
-    same in all panels, contain it."""
-    found: dict[tuple[str | None, ...], set[Any]] = {}
-    for group in groups:
-        found.setdefault((group.first.mask, *map(group.key.get, axes)), set()).add(group.config[knob])
-    return all(len(values) == 1 for values in found.values())
+def determine(labels: Iterable[object], values: Sequence[object]) -> bool:
+    """Return whether labels determine the values next to them."""
+    pairs = set(zip(labels, values, strict=True))
+    return len({label for label, _ in pairs}) == len(pairs)
 
 
 def inner_axes(groups: Sequence[Group]) -> list[str]:
@@ -66,12 +64,10 @@ def inner_axes(groups: Sequence[Group]) -> list[str]:
 
 def axes_of(groups: Sequence[Group], knob: str) -> list[str]:
     """Return the axes whose labels determine a knob, whatever the sweep calls them."""
-    found = []
-    for axis in dict.fromkeys(axis for group in groups for axis in group.key):
-        pairs = {(group.key.get(axis), str(group.config[knob])) for group in groups}
-        if len({label for label, _ in pairs}) == len(pairs) > 1 and len({value for _, value in pairs}) > 1:
-            found.append(axis)
-    return found
+    axes = dict.fromkeys(axis for group in groups for axis in group.key)
+    values = [group.config[knob] for group in groups]
+    differ = len(set(values)) > 1
+    return [axis for axis in axes if differ and determine([group.key.get(axis) for group in groups], values)]
 
 
 def most_lines(groups: Sequence[Group], inner: Iterable[str]) -> int:
