@@ -27,14 +27,12 @@ SAME = 1e-12  # relative deviation below which values are equal up to rounding
 
 @dataclass(frozen=True)
 class Summary:
-    """Mean, deviation and range over seeds."""
+    """Mean and deviation over seeds."""
 
     mean: float
     sd: float | None
     """sample standard deviation, by n - 1; None for one value"""
     count: int
-    low: float
-    high: float
 
 
 @dataclass(frozen=True)
@@ -58,13 +56,12 @@ class Comparison:
 
 
 def summarise(values: Iterable[float | None]) -> Summary | None:
-    """Return mean, deviation and range of the values that are not None; None if all are."""
+    """Return mean and deviation of the values that are not None; None if all are."""
     there = [float(value) for value in values if value is not None]
     if not there:
         return None
     mean = min(max(fmean(there), min(there)), max(there))  # rounding may push a mean of equal values outside
-    sd = stdev(there) if len(there) > 1 else None
-    return Summary(mean, sd, len(there), min(there), max(there))
+    return Summary(mean, stdev(there) if len(there) > 1 else None, len(there))
 
 
 def band(curves: Sequence[Mapping[int, float]]) -> dict[int, Summary]:

@@ -106,7 +106,7 @@ def test_the_ends_of_the_beta_function() -> None:
 def test_a_summary_by_hand() -> None:
     found = summarise([2.0, None, 4.0, 9.0])
     assert found is not None
-    assert (found.mean, found.count, found.low, found.high) == (5.0, 3, 2.0, 9.0)
+    assert (found.mean, found.count) == (5.0, 3)
     assert found.sd == pytest.approx(math.sqrt((9 + 1 + 16) / 2)), "by n - 1"
     one = summarise([3])
     assert one is not None and (one.mean, one.sd, one.count) == (3.0, None, 1)
@@ -117,8 +117,7 @@ def test_a_summary_by_hand() -> None:
 def test_a_mean_lies_among_its_values_in_any_order(values: list[float]) -> None:
     found, back = summarise(values), summarise(values[::-1])
     assert found is not None and back is not None
-    assert found.low <= found.mean <= found.high
-    assert (found.mean, found.low, found.high) == (back.mean, back.low, back.high)
+    assert min(values) <= found.mean <= max(values) and found.mean == back.mean
 
 
 def test_a_band_is_on_the_rounds_that_all_curves_have() -> None:
@@ -141,7 +140,9 @@ def test_the_mean_lies_in_the_band_whatever_the_order_of_the_seeds(
     shuffled = curves[:]
     chance.shuffle(shuffled)
     assert band(shuffled) == found
-    assert all(one.low <= one.mean <= one.high and (one.sd or 0.0) >= 0 for one in found.values())
+    for t, one in found.items():
+        values = [curve[t] for curve in curves]
+        assert min(values) <= one.mean <= max(values) and (one.sd or 0.0) >= 0
 
 
 # Differences
