@@ -33,16 +33,10 @@ DEFAULTS = {name: value for name, value in knobs(Config()).items() if not datacl
 BEFORE: dict[str, Any] = {"local.clip": 0.0, "local.clip_update": 0.0}
 BEFORE |= {"meta.size": 0, "meta.lr": 0.0, "meta.share": False}
 """the behaviour of versions without these knobs; null, today's default, means 'the algorithm's own'"""
-NEEDED: dict[str, type | tuple[type, ...]] = {
-    "algorithm": str,
-    "mask": str,
-    "tau": (int, float),
-    "data": str,
-    "rounds": int,
-    "seed": int,
-}
-"""knobs that every version wrote"""
-READ: dict[str, type | tuple[type, ...]] = {"split": str, "skew.alpha": (int, float), "server.variant": str}
+NEEDED: dict[str, Any] = {"algorithm": str, "mask": str, "tau": int | float}
+NEEDED |= {"data": str, "rounds": int, "seed": int}
+"""knobs that every version wrote, with their types"""
+READ: dict[str, Any] = {"split": str, "skew.alpha": int | float, "server.variant": str}
 """further knobs whose type matters here, if they are present"""
 
 

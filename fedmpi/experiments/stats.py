@@ -83,34 +83,30 @@ def compare(first: Mapping[int, float | None], second: Mapping[int, float | None
 def compare_paired(differences: Sequence[float]) -> Comparison:
     """Run Student's paired t test and the sign-flip test."""
     count, mean = len(differences), fmean(differences)
-    least = 2.0 ** (1 - count)
-    if count < LEAST:
-        return Comparison(mean, None, None, None, None, count, True, least)
-    error = stdev(differences) / math.sqrt(count)
-    low, high, p = t_test(mean, error, count - 1, max(map(abs, differences)))
-    flips = flip_test(differences) if count <= MOST_FLIPS else None
-    return Comparison(mean, low, high, p, flips, count, True, least)
+    flips = flip_test(differences) if LEAST <= count <= MOST_FLIPS else None
+    return Comparison(mean, *t_test(mean, differences), flips, count, True, 2.0 ** (1 - count))
 
 
 def compare_unpaired(first: Sequence[float], second: Sequence[float]) -> Comparison:
     """Run Welch's test of groups that may differ in variance and size."""
-    sizes, mean = (len(first), len(second)), fmean(second) - fmean(first)
-    count, ways = min(sizes), math.comb(sum(sizes), sizes[0])  # to assign the values to the groups
-    least = (2 if sizes[0] == sizes[1] else 1) / ways  # groups of one size can be swapped
-    if count < LEAST:
-        return Comparison(mean, None, None, None, None, count, False, least)
-    parts = [stdev(side) ** 2 / len(side) for side in (first, second)]
-    spread = sum(part**2 / (size - 1) for part, size in zip(parts, sizes, strict=True))
-    freedom = sum(parts) ** 2 / spread if spread else 1.0
-    low, high, p = t_test(mean, math.sqrt(sum(parts)), freedom, max(map(abs, [*first, *second])))
-    return Comparison(mean, low, high, p, None, count, False, least)
+    mean = fmean(second) - fmean(first)
+    ways = math.comb(len(first) + len(second), len(first))  # to assign the values to the groups
+    least = (2 if len(first) == len(second) else 1) / ways  # groups of one size can be swapped
+    return Comparison(mean, *t_test(mean, first, second), None, min(len(first), len(second)), False, least)
 
 
-def t_test(mean: float, error: float, freedom: float, scale: float) -> tuple[float | None, float | None, float | None]:
-    """Return the 95% interval around a mean with this standard error, and the p of a true mean of zero. Equal values
-    have neither, except that a difference of zero has p = 1."""
+def t_test(mean: float, *groups: Sequence[float]) -> tuple[float | None, float | None, float | None]:
+    """Return the 95% interval around a mean with the variance of these groups, and the p of a true mean of zero, by
+    Welch's test, which is Student's for one group. Too small groups have neither, and equal values none either, except
+    that a difference of zero has p = 1."""
+    if min(map(len, groups)) < LEAST:
+        return None, None, None
+    parts = [stdev(group) ** 2 / len(group) for group in groups]
+    error, scale = math.sqrt(sum(parts)), max(abs(value) for group in groups for value in group)
     if error <= SAME * scale:
         return None, None, 1.0 if abs(mean) <= SAME * scale else None
+    spread = sum(part**2 / (len(group) - 1) for part, group in zip(parts, groups, strict=True))
+    freedom = sum(parts) ** 2 / spread
     reach = t_quantile(0.95, freedom) * error
     return mean - reach, mean + reach, t_tail(mean / error, freedom)
 
