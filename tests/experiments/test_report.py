@@ -32,12 +32,12 @@ from fedmpi.experiments.report import command, output
 from fedmpi.experiments.report.command import SECTIONS, ReportOptions, chosen_cells, contents, gather, targets
 from fedmpi.experiments.report.figures import rows, style
 from fedmpi.experiments.report.figures.style import MOST_STYLES, Picture, Style, assign_styles, render
-from fedmpi.experiments.report.layout import MOST_LINES, Placed, by_panel, place
+from fedmpi.experiments.report.layout import MOST_LINES, Placed, place, sort_by
 from fedmpi.experiments.report.page import Absent, Code, Fold, Named, Part, Section, make_page
 from fedmpi.experiments.report.sections import costs
 from fedmpi.experiments.report.sections import learning as curves
 from fedmpi.experiments.report.sections.clients import layer_map
-from fedmpi.experiments.report.sections.material import Material, line, smoothed, summed
+from fedmpi.experiments.report.sections.material import Material, Plot, line, smoothed, summed
 from fedmpi.experiments.report.sections.results import automatic
 from fedmpi.experiments.runs import Run, find_runs, group, read_sweep_record
 from fedmpi.experiments.tables import show
@@ -477,13 +477,16 @@ def test_a_running_mean_stays_between_the_extremes(values: list[float], over: in
     assert smoothed(curve, 1) == curve
 
 
+NONE = Plot("name", "about", "down")
+
+
 def test_a_line_is_the_mean_of_the_seeds_with_one_deviation_around_it(two: Path) -> None:
     one = place(group(find_runs([two])))[0]
-    found = line(one, [{1: 1.0, 2: 2.0}, {1: 3.0, 2: 2.0, 3: 9.0}], [{1: 10.0, 2: 20.0}, {1: 20.0, 2: 40.0}])
+    found = line(NONE, one, [{1: 1.0, 2: 2.0}, {1: 3.0, 2: 2.0, 3: 9.0}], [{1: 10.0, 2: 20.0}, {1: 20.0, 2: 40.0}])
     assert found is not None and found.x == [15.0, 30.0] and found.y == [2.0, 2.0]
     assert found.low == pytest.approx([2 - 2**0.5, 2.0]) and found.high == pytest.approx([2 + 2**0.5, 2.0])
-    assert line(one, [{}, {}]) is None
-    alone = line(one, [{4: 1.0}, {}])
+    assert line(NONE, one, [{}, {}]) is None
+    alone = line(NONE, one, [{4: 1.0}, {}])
     assert alone is not None and alone.low is None and alone.x == [4]
 
 
@@ -510,6 +513,10 @@ def test_what_clients_upload_has_a_picture_on_any_number_of_ranks(tmp_path: Path
 
 
 # Panels and styles
+
+
+def by_panel(placed: list[Placed]) -> dict[str, list[Placed]]:
+    return sort_by(placed, lambda one: one.panel)
 
 
 def grid_of(tmp_path: Path, settings: int, algorithms: int) -> Path:

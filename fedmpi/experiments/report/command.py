@@ -217,9 +217,8 @@ def facts(runs: Sequence[Run], groups: Sequence[Group]) -> list[tuple[str, str]]
     environments = [read(run.folder / "environment.json", Environment) or {} for run in runs]
     versions = [found.get("versions", {}) for found in environments]
     software = {name: sorted({str(one[name]) for one in versions if one.get(name)}) for name in SOFTWARE}
-    times = [start.get("time") for run in runs for start in records(run.folder / STARTS, Start)]
-    sound = [time for time in times if isinstance(time, int | float) and 0 < time < 1e11]
-    days = sorted(datetime.fromtimestamp(time, timezone.utc).date().isoformat() for time in sound)
+    times = [start.get("time", 0) for run in runs for start in records(run.folder / STARTS, Start)]
+    days = sorted(datetime.fromtimestamp(time, timezone.utc).date().isoformat() for time in times if 0 < time < 1e11)
     done = sum(run.done for run in runs)
     return [
         ("Runs", f"{plural(len(runs), 'run')} in {plural(len(groups), 'group')}, {done} done"),

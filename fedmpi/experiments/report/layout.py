@@ -91,7 +91,3 @@ def sort_by(placed: Sequence[Placed], key: Callable[[Placed], str]) -> dict[str,
     for one in placed:
         found.setdefault(key(one), []).append(one)
     return found
-
-
-def by_panel(placed: Sequence[Placed]) -> dict[str, list[Placed]]:
-    return sort_by(placed, lambda one: one.panel)

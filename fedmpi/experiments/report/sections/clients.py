@@ -71,12 +71,9 @@ def layer_map(group: Group) -> Map | None:
     if not measured:
         return None
     rounds = range(measured[0], measured[-1] + 1)
-    values = np.full((len(names), len(rounds)), np.nan)
-    for row, name in enumerate(names):
-        for column, t in enumerate(rounds):
-            summary = summarise(curve.get(t) for curve in series[name])
-            values[row, column] = np.nan if summary is None else summary.mean
-    return Map(group.label, names, rounds, values)
+    summaries = [[summarise(curve.get(t) for curve in series[name]) for t in rounds] for name in names]
+    values = [[np.nan if one is None else one.mean for one in row] for row in summaries]
+    return Map(group.label, names, rounds, np.array(values))
 
 
 def layers_picture(maps: Sequence[Map]) -> Picture:

@@ -9,7 +9,6 @@ from ....runs.metrics import Round
 from ...measures import client_bytes, mean_of_last, round_seconds, total_bytes
 from ...runs import Group, Run, counted
 from ...tables import Cell, Table
-from ..figures.curves import Line
 from ..figures.rows import Row
 from ..figures.style import Picture, numbered_style
 from ..layout import MOST_PANELS, Placed
@@ -25,7 +24,6 @@ from .material import (
     mark,
     plot,
     slug,
-    smoothed,
     summed,
     unit,
 )
@@ -43,32 +41,29 @@ def learning(material: Material) -> list[Part]:
     for suffix, placed in by_suffix(material.placed).items():
         metric, smooth = placed[0].group.metric, material.smooth
         score, (name, factor) = f"test_{metric}", unit(metric)
-        tested = Plot(f"{slug(metric)}-rounds", f"test {metric} against rounds", "round", f"test {name}", factor)
-        parts += curves(tested, placed, smooth, score)
-        loss = Plot(f"test-loss{suffix}", "test loss against rounds", "round", "test loss")
-        parts += curves(loss, placed, smooth, "test_loss")
+        tested = Plot(f"{slug(metric)}-rounds", f"test {metric} against rounds", f"test {name}", smooth, factor)
+        parts += curves(tested, placed, score)
+        loss = Plot(f"test-loss{suffix}", "test loss against rounds", "test loss", smooth)
+        parts += curves(loss, placed, "test_loss")
         for file, about, across, reading in AGAINST:
             what = replace(tested, name=f"{slug(metric)}-{file}", about=f"test {metric} against {about}", across=across)
             there = [one for one in placed if any(map(reading, counted(one.group)))]
-            parts += curves(what, there, smooth, score, reading=reading)
-        loss = Plot(f"train-loss{suffix}", "training loss of the round's clients", "round", "training loss")
-        parts += curves(loss, placed, smooth, "train_loss")
+            parts += curves(what, there, score, reading=reading)
+        loss = Plot(f"train-loss{suffix}", "training loss of the round's clients", "training loss", smooth)
+        parts += curves(loss, placed, "train_loss")
     if parts and not any(total_bytes(run) for run in material.runs):
         parts.append(Absent("No figure against bytes sent: a run on one rank sends none."))
     return parts
 
 
-def curves(
-    what: Plot, placed: Sequence[Placed], smooth: int, *path: str, reading: Reading | None = None
-) -> list[Picture]:
+def curves(what: Plot, placed: Sequence[Placed], *path: str, reading: Reading | None = None) -> list[Picture]:
     """Return figures of one curve per group: the numbers at a path in the records, over rounds or over a reading."""
-
-    def lines(one: Placed) -> list[Line | None]:
+    drawn = []
+    for one in placed:
         runs = [run for run in counted(one.group) if reading is None or reading(run)]
         across = [] if reading is None else [reading(run) for run in runs]
-        return [line(one, [smoothed(run.series(*path), smooth) for run in runs], across, what.factor)]
-
-    return plot(what, placed, lines, smooth)
+        drawn.append((one.panel, line(what, one, [run.series(*path) for run in runs], across)))
+    return plot(what, placed, drawn)
 
 
 def megabytes(run: Run) -> Curve:
@@ -102,8 +97,8 @@ def further(material: Material) -> list[Part]:
     parts: list[Part] = []
     for number, path in enumerate(paths[:MOST_NUMBERS], 1):
         name = " ".join(path)
-        what = Plot(f"further-{number}-{slug(name)[:60]}", f"{name} against rounds", "round", name)
-        parts += curves(what, material.placed, material.smooth, *path)
+        what = Plot(f"further-{number}-{slug(name)[:60]}", f"{name} against rounds", name, material.smooth)
+        parts += curves(what, material.placed, *path)
     if len(paths) > MOST_NUMBERS:
         parts.append(Absent(f"The first {MOST_NUMBERS} of {len(paths)} numbers; metrics.jsonl has all of them."))
     return parts
@@ -154,25 +149,19 @@ def two_sides(material: Material, key: str, title: str, sides: dict[str, Reading
         metric = placed[0].group.metric
         name, factor = unit(metric)
         file = f"gap-{slug(metric)}" if key == "gap" else f"{key}{suffix}"
-        what = Plot(file, f"{metric} on {' and on '.join(sides)}", "round", name, factor)
+        what = Plot(file, f"{metric} on {' and on '.join(sides)}", name, material.smooth, factor)
         parts.append(Named(file, sides_table([one.group for one in placed], sides, title, percent=factor == 100)))
-        parts += sides_pictures(what, placed, sides, material.smooth)
+        parts += sides_pictures(what, placed, sides)
     return parts
 
 
-def sides_pictures(what: Plot, placed: Sequence[Placed], sides: dict[str, Reading], smooth: int) -> list[Picture]:
+def sides_pictures(what: Plot, placed: Sequence[Placed], sides: dict[str, Reading]) -> list[Picture]:
     """Return a panel with both curves per group; for many groups, a row with both means of the last rounds."""
     styled = list(zip(sides.items(), STYLES, strict=True))
-
-    def lines(one: Placed) -> list[Line | None]:
-        runs = counted(one.group)
-        return [
-            line(replace(one, label=name, style=style), [smoothed(read(run), smooth) for run in runs], (), what.factor)
-            for (name, read), style in styled
-        ]
-
     if len(placed) <= MOST_PANELS:
-        return plot(what, [replace(one, panel=one.group.label) for one in placed], lines, smooth)
+        named = [(replace(one, label=name, style=style), read) for one in placed for (name, read), style in styled]
+        lines = [(one.group.label, line(what, one, list(map(read, counted(one.group))))) for one, read in named]
+        return plot(what, placed, lines)
     drawn = [
         Row(one.group.label, [mark(name, style, last(one.group, read), what.factor) for (name, read), style in styled])
         for one in placed

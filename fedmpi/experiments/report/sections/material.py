@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from statistics import fmean, median
@@ -16,7 +16,7 @@ from ..figures import curves, rows
 from ..figures.curves import Line, Panels
 from ..figures.rows import Mark, Row
 from ..figures.style import Picture, Style
-from ..layout import MOST_PANELS, Placed, by_panel, sort_by
+from ..layout import MOST_PANELS, Placed, sort_by
 
 Curve = Mapping[int, float]
 STEEP = 60  # a largest value of so many medians asks for a logarithmic scale
@@ -40,15 +40,17 @@ class Material:
 
 @dataclass(frozen=True)
 class Plot:
-    """A figure of curves: its file name, its content and its axes."""
+    """A figure of curves: its file name, its content, its axes and what is done to the values."""
 
     name: str
     about: str
     """content, in the middle of a sentence"""
-    across: str
     down: str
+    smooth: int = 1
+    """scored rounds of a running mean"""
     factor: float = 1.0
     """factor of the values: 100 for percent"""
+    across: str = "round"
 
 
 def by_suffix(placed: Sequence[Placed]) -> dict[str, list[Placed]]:
@@ -85,30 +87,29 @@ def summed(curve: Curve) -> dict[int, float]:
     return dict(zip(curve, accumulate(curve.values()), strict=True))
 
 
-def line(one: Placed, down: Sequence[Curve], across: Sequence[Curve] = (), factor: float = 1.0) -> Line | None:
-    """Return the mean of the seeds' curves with its band, times a factor, over rounds or the mean of other curves."""
+def line(what: Plot, one: Placed, down: Sequence[Curve], across: Sequence[Curve] = ()) -> Line | None:
+    """Return the mean of the seeds' curves with its band, over rounds or the mean of other curves."""
     present = [i for i, curve in enumerate(down) if curve]
-    found = band([down[i] for i in present])
+    found = band([smoothed(down[i], what.smooth) for i in present])
     if not found:
         return None
     x = [fmean(across[i].get(t, 0.0) for i in present) for t in found] if across else list(found)
-    y, low, high = ([factor * (p.mean + side * (p.sd or 0.0)) for p in found.values()] for side in (0, -1, 1))
+    y, low, high = ([what.factor * (p.mean + side * (p.sd or 0.0)) for p in found.values()] for side in (0, -1, 1))
     spread = (low, high) if len(present) > 1 else (None, None)
     return Line(one.label, one.style, x, y, *spread)
 
 
-def plot(
-    what: Plot, placed: Sequence[Placed], lines: Callable[[Placed], Sequence[Line | None]], smooth: int
-) -> list[Picture]:
-    """Return figures of the lines of each group in their panels, with up to `MOST_PANELS` panels each."""
-    every: list[tuple[str, Sequence[Line]]] = []
-    for title, inside in by_panel(placed).items():
-        drawn = [made for one in inside for made in lines(one) if made is not None]
-        every += [(title, drawn)] if drawn else []
+def plot(what: Plot, placed: Sequence[Placed], drawn: Iterable[tuple[str, Line | None]]) -> list[Picture]:
+    """Return figures of the lines, each with the title of its panel, with up to `MOST_PANELS` panels each."""
+    panels: dict[str, list[Line]] = {}
+    for title, one in drawn:
+        if one is not None:
+            panels.setdefault(title, []).append(one)
+    every = list(panels.items())
     figures = max(1, math.ceil(len(every) / MOST_PANELS))
     size = max(1, math.ceil(len(every) / figures))  # 16 are two of 8, not 12 and 4
     parts = [dict(every[at : at + size]) for at in range(0, len(every), size)]
-    return [picture(what, part, number, caption(what, placed, smooth)) for number, part in enumerate(parts)]
+    return [picture(what, part, number, caption(what, placed)) for number, part in enumerate(parts)]
 
 
 def picture(what: Plot, panels: Panels, number: int, text: str) -> Picture:
@@ -120,14 +121,14 @@ def picture(what: Plot, panels: Panels, number: int, text: str) -> Picture:
     return Picture(name, alt(what, panels), text + own, lambda: curves.draw(panels, what.across, what.down, log))
 
 
-def caption(what: Plot, placed: Sequence[Placed], smooth: int) -> str:
+def caption(what: Plot, placed: Sequence[Placed]) -> str:
     """Return what curves show, of how many seeds, and what the band is."""
     counts = sorted({len(counted(one.group)) for one in placed})
     if counts[-1:] in ([], [1]):
         seeds = "one seed each"
     else:
         seeds = f"mean of {' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} seeds with a band of ± 1 sd"
-    running = f"; running mean over {smooth} scored rounds" if smooth > 1 else ""
+    running = f"; running mean over {what.smooth} scored rounds" if what.smooth > 1 else ""
     return f"{capitalised(what.about)}, {seeds}{running}."
 
 
