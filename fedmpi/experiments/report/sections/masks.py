@@ -25,12 +25,22 @@ DIFFERENCE = Style(INK, marker="D")
 
 @dataclass(frozen=True)
 class Pair:
-    """A plain and a masked group, all else equal except perhaps the learning rates."""
+    """A plain and a masked group, all else equal except perhaps the learning rates, and their comparison."""
 
     plain: Group
     masked: Group
     ambiguous: bool = False
     """whether another pair has the same common settings and the same mask"""
+    scores: tuple[dict[int, float], ...] = ({}, {})
+    """seed -> value of both groups, for the compared seeds: in a paired test the common ones"""
+    unpaired: bool = False
+    """whether a paired test leaves out seeds with a value in one group only"""
+    gain: float = 0.0
+    """improvement by the mask; negative if it is worse"""
+    test: Comparison | None = None
+    """None if a group has no finished run or no value"""
+    corrected: float | None = None
+    """p, corrected for the number of pairs"""
 
     @property
     def label(self) -> str:
@@ -44,24 +54,6 @@ class Pair:
     @property
     def mask(self) -> str:
         return pairing(self.masked.key, self.masked.config, taus=True, algorithm=False)
-
-
-@dataclass(frozen=True)
-class Compared:
-    """A pair with its test."""
-
-    pair: Pair
-    test: Comparison | None
-    """None if a group has no finished run or no value"""
-    corrected: float | None
-    """p, corrected for the number of pairs"""
-    gain: float
-    """improvement by the mask; negative if it is worse"""
-    plain: dict[int, float]
-    """seed -> value of the plain group, for the compared seeds: in a paired test those of both groups"""
-    masked: dict[int, float]
-    unpaired: int
-    """seeds with a value in one group only, which a paired test leaves out"""
 
 
 def rates(group: Group) -> list[Any]:
@@ -88,20 +80,20 @@ def find_pairs(groups: Sequence[Group]) -> list[Pair]:
     return [replace(pair, ambiguous=names.count(name) > 1) for pair, name in zip(found, names, strict=True)]
 
 
-def compare_pairs(pairs: Sequence[Pair], what: Measure) -> list[Compared]:
-    """Compare the pairs by a measure, with p values corrected for their number."""
-    sides = [(values(pair.plain, what), values(pair.masked, what)) for pair in pairs]
-    done = [all(any(run.done for run in group.runs) for group in (pair.plain, pair.masked)) for pair in pairs]
-    tests = [compare(*both) if ready else None for both, ready in zip(sides, done, strict=True)]
-    corrected = holm([None if test is None else test.p for test in tests])
+def compare_pairs(groups: Sequence[Group], what: Measure) -> list[Pair]:
+    """Return the pairs of groups, compared by a measure, with p values corrected for their number."""
     found = []
-    for pair, both, test, p in zip(pairs, sides, tests, corrected, strict=True):
-        plain, masked = ({seed: value for seed, value in side.items() if value is not None} for side in both)
-        unpaired = plain.keys() ^ masked.keys() if test is not None and test.paired else set()
-        plain, masked = ({s: v for s, v in side.items() if s not in unpaired} for side in (plain, masked))
+    for pair in find_pairs(groups):
+        both = (pair.plain, pair.masked)
+        sides = [{seed: v for seed, v in values(group, what).items() if v is not None} for group in both]
+        done = all(any(run.done for run in group.runs) for group in both)
+        test = compare(*sides) if done else None
+        unpaired = sides[0].keys() ^ sides[1].keys() if test is not None and test.paired else set()
+        scores = tuple({seed: v for seed, v in side.items() if seed not in unpaired} for side in sides)
         gain = 0.0 if test is None else test.difference * (1 if what.rises(pair.plain.first) else -1)
-        found.append(Compared(pair, test, p, gain, plain, masked, len(unpaired)))
-    return found
+        found.append(replace(pair, scores=scores, unpaired=bool(unpaired), gain=gain, test=test))
+    corrected = holm([None if one.test is None else one.test.p for one in found])
+    return [replace(one, corrected=p) for one, p in zip(found, corrected, strict=True)]
 
 
 # The table
@@ -109,28 +101,28 @@ def compare_pairs(pairs: Sequence[Pair], what: Measure) -> list[Compared]:
 
 def mask_table(groups: Sequence[Group], name: str = "best") -> Table:
     """Return the table of all pairs: both means, their difference with its interval, and the p values."""
-    what, pairs = measure(name), find_pairs(groups)
-    compared = compare_pairs(pairs, what)
-    members = [group for pair in pairs for group in (pair.plain, pair.masked)]
+    what = measure(name)
+    compared = compare_pairs(groups, what)
+    members = [group for one in compared for group in (one.plain, one.masked)]
     columns = ["setting", "mask", "AVG", "masked", "difference", "n", "p", "p (flips)", "p (Holm)"]
     notes = [*remarks(members, [what]), *test_remarks(compared)] if compared else []
     title = f"Plain averaging (AVG) and masked averaging: {column_title(what, members) if members else what.name}"
     return Table(title, columns, [row(one, what) for one in compared], notes, align="llrrrrrrr")
 
 
-def row(one: Compared, what: Measure) -> list[Cell]:
+def row(one: Pair, what: Measure) -> list[Cell]:
     """Return the row of a pair, the better mean in bold."""
-    pair, test = one.pair, one.test
-    plain = cell(pair.plain, what, better=one.gain < 0, some=one.plain)
-    masked = cell(pair.masked, what, better=one.gain > 0, some=one.masked)
+    plain = cell(one.plain, what, better=one.gain < 0, some=one.scores[0])
+    masked = cell(one.masked, what, better=one.gain > 0, some=one.scores[1])
+    test = one.test
     if test is None:
-        return [pair.label, pair.mask, plain, masked, *[Missing()] * 5]
+        return [one.label, one.mask, plain, masked, *[Missing()] * 5]
     ps = [Missing() if p is None else Probability(p) for p in (test.p, test.flips, one.corrected)]
-    gap = Difference(test.difference, low=test.low, high=test.high, **form(pair.masked, what))
-    return [pair.label, pair.mask, plain, masked, gap, whole(test.count), *ps]
+    gap = Difference(test.difference, low=test.low, high=test.high, **form(one.masked, what))
+    return [one.label, one.mask, plain, masked, gap, whole(test.count), *ps]
 
 
-def test_remarks(compared: Sequence[Compared]) -> list[str]:
+def test_remarks(compared: Sequence[Pair]) -> list[str]:
     """Return notes on the tests and on their limits."""
     tests = [one.test for one in compared if one.test is not None]
     sure = [one.gain for one in compared if one.test and significant(replace(one.test, p=one.corrected))]
@@ -153,7 +145,7 @@ def test_remarks(compared: Sequence[Compared]) -> list[str]:
         notes.append("Without common seeds, p is that of Welch's test, and n the runs of the smaller group.")
     if any(one.unpaired for one in compared):
         notes.append("Seeds with a value on one side only are left out: means and difference are over common seeds.")
-    if any(rates(one.pair.plain) != rates(one.pair.masked) for one in compared):
+    if any(rates(one.plain) != rates(one.masked) for one in compared):
         notes.append("In some rows the learning rates differ, as each side has its own.")
     return notes
 
@@ -166,7 +158,7 @@ def masks(material: Material) -> list[Part]:
     parts: list[Part] = []
     for suffix, placed in by_suffix(material.placed).items():
         groups = [one.group for one in placed]
-        found = compare_pairs(find_pairs(groups), measure("best"))
+        found = compare_pairs(groups, measure("best"))
         tested = [(one, one.test) for one in found if one.test is not None]
         if tested:
             what = f"best test {groups[0].metric}"
@@ -181,27 +173,27 @@ def masks(material: Material) -> list[Part]:
     return parts
 
 
-def conclusion(one: Compared, test: Comparison, what: str, rows: int) -> str:
+def conclusion(one: Pair, test: Comparison, what: str, rows: int) -> str:
     """Return the difference of a pair's means and whether it may be chance, as a sentence."""
-    percent = unit(one.pair.plain.metric)[1] == 100
+    percent = unit(one.plain.metric)[1] == 100
     size = f"{100 * abs(one.gain):.2f} points" if percent else f"{abs(one.gain):.4g}"
     way = f"{size} {'better' if one.gain > 0 else 'worse'} with the mask on average" if one.gain else "the same"
     text = verdict(replace(test, p=one.corrected))
     corrected = f", corrected for {rows} rows" if rows > 1 and f"at {ALPHA:g}" in text else ""
-    return f"{one.pair.label} + {one.pair.mask} against mean: the {what} is {way}; {text}{corrected}."
+    return f"{one.label} + {one.mask} against mean: the {what} is {way}; {text}{corrected}."
 
 
-def picture(tested: Sequence[tuple[Compared, Comparison]], what: str, suffix: str) -> Picture:
+def picture(tested: Sequence[tuple[Pair, Comparison]], what: str, suffix: str) -> Picture:
     """Return both sides of each pair with their seeds, and the differences."""
-    label, factor = unit(tested[0][0].pair.plain.metric)
+    label, factor = unit(tested[0][0].plain.metric)
     drawn = []
     for one, test in tested:
         marks = [
-            mark("plain averaging", numbered_style(0, filled=False), list(one.plain.values()), factor),
-            mark("with the mask", numbered_style(1), list(one.masked.values()), factor),
+            mark("plain averaging", numbered_style(0, filled=False), list(one.scores[0].values()), factor),
+            mark("with the mask", numbered_style(1), list(one.scores[1].values()), factor),
         ]
         low, high = (None if end is None else factor * end for end in (test.low, test.high))
-        name = f"{one.pair.label} + {one.pair.mask}"
+        name = f"{one.label} + {one.mask}"
         drawn.append((Row(name, marks), Mark("", DIFFERENCE, factor * test.difference, low, high)))
     differences = "; ".join(f"{row.label}: {gap.value:+.3g}" for row, gap in drawn[:12])
     return Picture(
