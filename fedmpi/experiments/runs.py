@@ -288,18 +288,17 @@ def group(runs: list[Run]) -> list[Group]:
     to one sweep, else by the knobs, of which those of the task are always named if they differ."""
     sweeps = {run.sweep for run in runs}
     swept = len(sweeps) == 1 and None not in sweeps
-    keys, members = [], list[list[Run]]()
+    found: list[tuple[dict[str, Any], list[Run]]] = []
     for run in runs:
         key = dict(run.labels) if swept else essence(run)
-        if key not in keys:
-            keys.append(key)
-            members.append([])
-        members[keys.index(key)].append(run)
-    apart, taus = distinguishing(keys, () if swept else TASK), differ_in_tau(run.config for run in runs)
-    return [
-        make_group({name: word(key[name]) for name in apart if name in key}, found, taus)
-        for key, found in zip(keys, members, strict=True)
-    ]
+        alike = next((members for other, members in found if other == key), None)
+        if alike is None:
+            found.append((key, [run]))
+        else:
+            alike.append(run)
+    apart = distinguishing([key for key, _ in found], () if swept else TASK)
+    taus = len({run.config["tau"] for run in runs if run.mask != "mean"}) > 1
+    return [make_group({name: word(key[name]) for name in apart if name in key}, some, taus) for key, some in found]
 
 
 def distinguishing(keys: list[dict[str, Any]], always: Iterable[str] = ()) -> list[str]:
@@ -351,11 +350,6 @@ def pairing(key: Mapping[str, str], config: Mapping[str, Any], taus: bool = Fals
     mask = mask if mask in (own, own.rpartition(":")[2]) else f"{mask} ({own})"
     mask += f" {config['tau']:g}" if taus and own != "mean" else ""
     return f"{key.get('algorithm', config['algorithm'])} + {mask}" if algorithm else mask
-
-
-def differ_in_tau(configs: Iterable[Mapping[str, Any]]) -> bool:
-    """Return whether runs with a masking threshold differ in it."""
-    return len({config["tau"] for config in configs if config["mask"] != "mean"}) > 1
 
 
 def speaks(name: str, value: str) -> bool:

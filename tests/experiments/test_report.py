@@ -32,7 +32,7 @@ from fedmpi.experiments.report import command, output
 from fedmpi.experiments.report.command import SECTIONS, ReportOptions, chosen_cells, contents, gather, targets
 from fedmpi.experiments.report.figures import rows, style
 from fedmpi.experiments.report.figures.style import MOST_STYLES, Picture, Style, assign_styles, render
-from fedmpi.experiments.report.layout import MOST_LINES, Placed, place, sort_by
+from fedmpi.experiments.report.layout import MOST_LINES, Placed, place
 from fedmpi.experiments.report.page import Absent, Code, Fold, Named, Part, Section, make_page
 from fedmpi.experiments.report.sections import costs
 from fedmpi.experiments.report.sections import learning as curves
@@ -516,7 +516,9 @@ def test_what_clients_upload_has_a_picture_on_any_number_of_ranks(tmp_path: Path
 
 
 def by_panel(placed: list[Placed]) -> dict[str, list[Placed]]:
-    return sort_by(placed, lambda one: one.panel)
+    """Return the lines of each panel."""
+    titles = dict.fromkeys(one.panel for one in placed)
+    return {title: [one for one in placed if one.panel == title] for title in titles}
 
 
 def grid_of(tmp_path: Path, settings: int, algorithms: int) -> Path:

@@ -83,11 +83,3 @@ def words(group: Group, wanted: Callable[[str], bool]) -> str:
 
 def some(group: Group, wanted: Callable[[str], bool]) -> dict[str, str]:
     return {axis: label for axis, label in group.key.items() if wanted(axis)}
-
-
-def sort_by(placed: Sequence[Placed], key: Callable[[Placed], str]) -> dict[str, list[Placed]]:
-    """Return the groups by a key, in the order in which the keys first occur."""
-    found: dict[str, list[Placed]] = {}
-    for one in placed:
-        found.setdefault(key(one), []).append(one)
-    return found

@@ -16,7 +16,7 @@ from ..figures import curves, rows
 from ..figures.curves import Line, Panels
 from ..figures.rows import Mark, Row
 from ..figures.style import Picture, Style
-from ..layout import MOST_PANELS, Placed, sort_by
+from ..layout import MOST_PANELS, Placed
 
 Curve = Mapping[int, float]
 STEEP = 60  # a largest value of so many medians asks for a logarithmic scale
@@ -55,7 +55,9 @@ class Plot:
 
 def by_suffix(placed: Sequence[Placed]) -> dict[str, list[Placed]]:
     """Return the groups that share a metric by a suffix for file names: '' if there is one metric."""
-    found = sort_by(placed, lambda one: one.group.metric)
+    found: dict[str, list[Placed]] = {}
+    for one in placed:
+        found.setdefault(one.group.metric, []).append(one)
     return {f"-{slug(metric)}" if len(found) > 1 else "": some for metric, some in found.items()}
 
 
