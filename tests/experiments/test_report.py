@@ -348,7 +348,7 @@ def test_an_out_that_is_a_file_or_cannot_be_made_is_refused(
 ) -> None:
     (tmp_path / "file").write_text("")
     assert main(["report", str(two), "--out", str(tmp_path / "file")]) == 2
-    assert "is a file; name a folder" in capsys.readouterr().err
+    assert "cannot be read (Not a directory); choose another folder" in capsys.readouterr().err
     assert main(["report", str(two), "--out", str(tmp_path / "file" / "report")]) == 2
     assert "choose" in capsys.readouterr().err
 

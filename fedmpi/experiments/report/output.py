@@ -22,8 +22,6 @@ Files = dict[str, bytes]
 def check_output(out: Path) -> None:
     """Refuse a folder with files that do not belong to a report."""
     try:
-        if out.exists() and not out.is_dir():
-            raise UserError(f"--out {out} is a file; name a folder for the report")
         present = files_in(out) if out.exists() else set()
     except OSError as error:
         raise UserError(f"--out {out} cannot be read ({reason(error)}); choose another folder") from None
