@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from ..errors import UserError
 from ..knobs import VARIANTS
@@ -20,7 +20,7 @@ from ..plugins.knobs import knobs
 from ..runs.config import FREE, Config, renamed
 from ..runs.folder import CONFIG, FINISHED, METRICS, read_json
 from ..runs.metrics import SIDES, read_lines
-from ..runs.schema import Damaged, Dealt, Finished, Goal, read, read_yaml
+from ..runs.schema import Damaged, Dealt, Finished, Goal, fault, read, read_yaml
 
 SWEEP, PARTITION = "sweep.json", "partition.json"
 MOST_PARTITION = 1 << 26  # bytes of a partition.json, which has one number per client (10,000) and class
@@ -239,24 +239,23 @@ def natural(path: Path) -> list[tuple[int, str]]:
     return [(int(piece), "") if piece.isdecimal() else (-1, piece) for piece in re.split(r"(\d+)", path.name)]
 
 
+class Published(TypedDict, total=False):
+    """A table of published numbers in a sweep.json."""
+
+    columns: str
+    measure: str
+    rows: list[dict[str, Any]]
+
+
 def read_sweep_record(folder: Path) -> dict[str, Any]:
     """Return the sweep.json of a sweep folder; raise a `UserError` if it cannot be read."""
     record = read_json(folder / SWEEP)
     tables = record.get("published", [])
-    published = [tables] if isinstance(tables, dict) else tables  # the first version had one table
-    valid = isinstance(published, list) and all(is_published(part) for part in published)
-    if not valid or not all(isinstance(record.get(part), dict) for part in ("runs", "axes")):
+    record["published"] = [tables] if isinstance(tables, dict) else tables  # the first version had one table
+    kinds = {"runs": dict[str, dict[str, Any]], "axes": dict[str, list[str]], "published": list[Published]}
+    if any(fault(record.get(part), kind, part) for part, kind in kinds.items()):
         raise UserError(f"'{folder / SWEEP}' is no record of a sweep; start the sweep again, which rewrites it")
-    return record | {"published": published}
-
-
-def is_published(part: Any) -> bool:
-    """Return whether a value has the shape of a published table."""
-    if not isinstance(part, dict):
-        return False
-    rows = part.get("rows", [])
-    columns = isinstance(part.get("columns", ""), str) and isinstance(part.get("measure", ""), str)
-    return columns and isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
+    return record
 
 
 def sweep_runs(folder: Path) -> list[str]:

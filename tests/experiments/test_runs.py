@@ -333,6 +333,8 @@ def test_a_sweep_cannot_name_folders_elsewhere(tmp_path: Path, name: str) -> Non
         "[]",
         "{}",
         '{"runs": [], "axes": {}}',
+        '{"runs": {"x": 3}, "axes": {}}',
+        '{"runs": {}, "axes": {"mask": 3}}',
         '{"runs": {}, "axes": 3}',
         '{"runs": {}, "axes": {}, "published": [1]}',
         '{"runs": {}, "axes": {}, "published": 1}',
