@@ -53,8 +53,11 @@ def to_slurm(
 ) -> list[Job]:
     """Submit tasks with their run folders, several as one array of which `at_once` elements may run at a time; return
     one job per task. `home` is the folder that contains the runs, or the run folder of a single one."""
-    import submitit
-
+    try:
+        import submitit
+    except ImportError as error:
+        why = f"submit needs submitit, which cannot be imported ({error})"
+        raise UserError(f"{why}; pip install submitit, or use a script of slurm/ with sbatch") from None
     files = home / FILES
     executor = submitit.SlurmExecutor(folder=files, max_num_timeout=options.retries)
     executor.update_parameters(**slurm_parameters(options, outs, home, at_once))

@@ -170,7 +170,6 @@ def hand_over(
         if facts is None and options.executor == "slurm":
             raise RunError(f"Slurm does not answer about {job} of {out}, which may be queued; try again later")
         check_folder(out, cfg, alive(out, job, facts or {}))
-    check_submitit()
     submitted, files = time.time(), home / FILES
     with removed_on_error(home, files, *outs):
         folder.make(files)
@@ -178,7 +177,7 @@ def hand_over(
         if options.executor == "local":
             from .supervisor import start
 
-            jobs = [start(options, task, out) for task, out in zip(tasks, outs, strict=True)]
+            jobs = [start(options, out, task.arguments) for task, out in zip(tasks, outs, strict=True)]
         else:
             jobs = to_slurm(options, tasks, outs, home, at_once)
     for job, task, out in zip(jobs, tasks, outs, strict=True):
@@ -331,17 +330,6 @@ def check_folder(out: Path, cfg: Config, busy: str) -> None:
         known = {name: value for name, value in knobs(cfg).items() if value is not None and name != "device"}
         known = {name: value for name, value in known.items() if not dataclasses.is_dataclass(value)}
         compare(out, about, Fingerprint(known, {}), force=False)
-
-
-def check_submitit() -> None:
-    """Raise a `UserError` if submitit cannot be imported."""
-    try:
-        import submitit  # noqa: F401
-    except ImportError as error:
-        raise UserError(
-            f"submit needs submitit, which cannot be imported ({error}); pip install submitit, or use a script of "
-            "slurm/ with sbatch"
-        ) from None
 
 
 # Output

@@ -70,11 +70,12 @@ def test_submitting_needs_sbatch_or_says_what_else_works(
     assert "sbatch and srun were not found" in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
-def test_submitting_needs_submitit_and_nothing_else_does(
+def test_submitting_to_slurm_needs_submitit_and_nothing_else_does(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "submitit", None)
-    assert main(["submit", *LOCAL, "--", "train", *TINY, "--out", str(tmp_path / "new")]) == 2
+    monkeypatch.setattr(submit.shutil, "which", lambda name: name)  # sbatch and srun
+    assert main(["submit", "--", "train", *TINY, "--out", str(tmp_path / "new")]) == 2
     assert "pip install submitit" in capsys.readouterr().err and not (tmp_path / "new").exists()
     assert main(["status", str(run)]) == 0 and main(["requeue", "0"]) == 0
 
@@ -166,12 +167,6 @@ def test_a_task_trains_and_leaves_with_the_code_of_the_run(monkeypatch: pytest.M
     with pytest.raises(SystemExit) as left:
         task()
     assert left.value.code == 75 and heard == [["--config", "submitted.yaml"]] * 2
-
-
-def test_ranks_that_differ_ask_for_what_their_job_needs() -> None:
-    supervisor = pytest.importorskip("fedmpi.cluster.supervisor")
-    asks = {(0, 0): 0, (75, 75): 75, (0, 75): 75, (-9, 1): 137, (144, -9): 75, (2, 1): 2, (0, 1): 1}
-    assert {codes: supervisor.overall(list(codes)) for codes in asks} == asks
 
 
 def test_a_path_is_shown_as_one_would_type_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
