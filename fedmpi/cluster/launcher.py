@@ -79,8 +79,8 @@ def run_ranks(
     with meeting_folder() as folder, blocked_signals():
         attempt = 0
         while True:
-            world = variables(count, node, folder / f"attempt-{attempt}", attempt)
-            ranks = Ranks([start(world | own, arguments) for own in numbers(count, node)], grace)
+            worlds = variables(count, node, folder / f"attempt-{attempt}", attempt)
+            ranks = Ranks([start(own, arguments) for own in worlds], grace)
             code = ranks.wait()
             if code == 0 or not again(attempt, code, ranks):
                 return code
@@ -105,18 +105,13 @@ def check(options: Launch, node: Place, comm: str) -> None:
         )
 
 
-def numbers(count: int, node: Place) -> list[dict[str, str]]:
-    """Return the variables that differ between the ranks of this node."""
-    return [{TORCH[0]: str(node.rank * count + k), TORCH[2]: str(k)} for k in range(count)]
-
-
-def variables(count: int, node: Place, store: Path, attempt: int) -> dict[str, str]:
-    """Return the variables that give ranks their world and their rendezvous."""
+def variables(count: int, node: Place, store: Path, attempt: int) -> list[dict[str, str]]:
+    """Return the variables that give each rank of this node its number, its world and its rendezvous."""
     world = {TORCH[1]: str(node.size * count), TORCH[3]: str(count), STORE: str(store) if node.size == 1 else ""}
     world |= {"FEDMPI_LAUNCH": f"{socket.gethostname()}-{os.getpid()}", "FEDMPI_RESTART_COUNT": str(attempt)}
     if node.size > 1 and (meeting := rendezvous(node, os.environ)) is not None:
         world |= {"MASTER_ADDR": meeting[0], "MASTER_PORT": str(meeting[1])}
-    return world
+    return [world | {TORCH[0]: str(node.rank * count + k), TORCH[2]: str(k)} for k in range(count)]
 
 
 @contextlib.contextmanager

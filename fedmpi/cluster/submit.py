@@ -127,45 +127,33 @@ def submit(arguments: list[str]) -> int:
         given = f"'{command[0]}'" if command else "nothing"
         raise UserError(f"submit was given {given} to run; write it after the options: fedmpi submit ... -- train ...")
     check(options)
-    cfg, out = checked_run(options, command[1:])
-    [job] = hand_over(options, [(cfg, out)], home=out, command=command)
+    cfg, out = checked_run(command[1:])
+    [job] = submit_runs(options, [(cfg, out)], home=out, command=command)
     print(summary(options, job, shown(out)), flush=True)
     return 0
 
 
 def submit_runs(
-    options: SubmitOptions, runs: list[tuple[Config, Path]], home: Path, at_once: int | None = None
-) -> list[Job]:
-    """Submit runs with their folders as one job array, of which `at_once` may run at a time (None: all); return their
-    jobs. `home` is the folder that contains the runs."""
-    check(options)
-    if at_once is not None and at_once < 1:
-        raise UserError(f"the number of runs at a time is {at_once}; it must be at least 1")
-    sound = []
-    for cfg, out in runs:
-        try:
-            sound.append(checked_config(options, dataclasses.replace(cfg, out=str(out))))
-        except UserError as error:
-            raise UserError(f"run '{out.name}': {error}") from None
-    return hand_over(options, sound, home=home.absolute(), at_once=at_once)
-
-
-def hand_over(
     options: SubmitOptions,
     runs: list[tuple[Config, Path]],
     home: Path,
     at_once: int | None = None,
     command: list[str] | None = None,
 ) -> list[Job]:
-    """Check the folders of runs, make them and queue the runs; return their jobs. Nothing is queued unless all folders
-    can be used. `home` is the folder that contains the runs, or the folder of a single one; `command` is what job.json
-    records."""
+    """Make the folders of runs, given by their checked configurations, and queue them, several as one job array of
+    which `at_once` may run at a time (None: all); return their jobs. Nothing is queued unless all folders can be used.
+    `home` is the folder that contains the runs, or the folder of a single one; `command` is what job.json records."""
     if not runs:
         return []
-    check_name(home)
+    if any(cfg.comm == "mpi" for cfg, _ in runs) and options.mpi == "none":
+        kind, fix = "Slurm", "add --mpi pmi2 (MPICH) or --mpi pmix (Open MPI), or use --comm torch"
+        if options.executor == "local":
+            kind, fix = "local", "use --comm torch, or start it with mpiexec"
+        raise UserError(f"--comm is mpi but {kind} jobs start no MPI ranks by themselves; {fix}")
     outs = [out for _, out in runs]
-    if repeated := [out for out in outs if outs.count(out) > 1]:
-        raise UserError(f"several runs have the folder {repeated[0]}; give each its own")
+    for path in (home, *outs):
+        if not str(path).isprintable() or set("%\\") & set(str(path)):
+            raise UserError(f"--out {path} has a character with a special meaning for Slurm (% or \\); choose another")
     for (cfg, out), (job, facts) in zip(runs, jobs_of(outs), strict=True):
         if facts is None and options.executor == "slurm":
             raise RunError(f"Slurm does not answer about {job} of {out}, which may be queued; try again later")
@@ -275,8 +263,9 @@ def refuse_with_local(options: SubmitOptions, names: tuple[str, ...]) -> None:
         raise UserError(f"{' and '.join(given)} cannot be used with --executor local; leave it out, or use slurm")
 
 
-def checked_run(options: SubmitOptions, arguments: list[str]) -> tuple[Config, Path]:
-    """Return the configuration of a run and its folder from the arguments of `train`."""
+def checked_run(arguments: list[str]) -> tuple[Config, Path]:
+    """Return the configuration of a run, with all names looked up, and its folder from the arguments of `train`."""
+    from ..runs.build import prepare
     from ..runs.log import set_up
     from ..runs.options import parse, split_launch
 
@@ -284,29 +273,9 @@ def checked_run(options: SubmitOptions, arguments: list[str]) -> tuple[Config, P
     launch, rest = split_launch(arguments)
     if launch.ranks > 1:
         raise UserError(f"--ranks is {launch.ranks} but a job starts its own ranks; use 'submit --ranks_per_node'")
-    return checked_config(options, parse(rest))
-
-
-def checked_config(options: SubmitOptions, cfg: Config) -> tuple[Config, Path]:
-    """Return a configuration with all names looked up, and its run folder."""
-    from ..runs.build import prepare
-
-    spec = prepare(cfg)
-    if spec.cfg.comm == "mpi" and options.mpi == "none":
-        kind, fix = "Slurm", "add --mpi pmi2 (MPICH) or --mpi pmix (Open MPI), or use --comm torch"
-        if options.executor == "local":
-            kind, fix = "local", "use --comm torch, or start it with mpiexec"
-        raise UserError(f"--comm is mpi but {kind} jobs start no MPI ranks by themselves; {fix}")
+    spec = prepare(parse(rest))
     assert spec.out is not None, "a command line always has a folder"
-    out = spec.out.absolute()
-    check_name(out)
-    return spec.cfg, out
-
-
-def check_name(out: Path) -> None:
-    """Refuse a path that cannot be used in a batch script."""
-    if not str(out).isprintable() or set("%\\") & set(str(out)):
-        raise UserError(f"--out {out} has a character with a special meaning for Slurm (% or \\); choose another")
+    return spec.cfg, spec.out.absolute()
 
 
 def check_folder(out: Path, cfg: Config, busy: str) -> None:

@@ -182,7 +182,7 @@ def test_a_job_trains_what_was_checked_whatever_becomes_of_the_files(
     Path("my.yaml").write_text("seed: 1\nrounds: 2\ndata: tiny\ndata_root: here\n")
     Path("here").mkdir()
     options = submit.SubmitOptions(time=10)
-    cfg, out = submit.checked_run(options, ["--config", "my.yaml", "--out", "run", "--model", "logistic"])
+    cfg, out = submit.checked_run(["--config", "my.yaml", "--out", "run", "--model", "logistic"])
     arguments = submit.prepare_folder(options, cfg, out).arguments
     Path("my.yaml").write_text("seed: 99\n")
     monkeypatch.chdir("/")
