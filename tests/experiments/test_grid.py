@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedmpi.errors import UserError
-from fedmpi.experiments.sweep.grid import Point, Sweep, flat, nested, points
+from fedmpi.experiments.sweep.grid import Point, Sweep, nested, points
 from fedmpi.experiments.sweep.sweepfile import changed, narrowed, read_sweep
+from fedmpi.runs.extend import flat
 
 SMALL: dict[str, Any] = {
     "about": "one line",

@@ -155,15 +155,6 @@ def label_of(value: Any) -> str:
     return yaml.safe_dump(value).split("\n")[0] if value is None or isinstance(value, bool) else str(value)
 
 
-def flat(tree: Mapping[str, Any], prefix: str = "") -> Knobs:
-    """Return a tree of settings by dotted names."""
-    found: Knobs = {}
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        found |= flat(value, f"{name}.") if name in GROUPS and isinstance(value, dict) else {name: value}
-    return found
-
-
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings with dotted names as a tree."""
     tree: dict[str, Any] = {}

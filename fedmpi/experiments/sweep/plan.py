@@ -19,16 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import FileError, UserError
-from ...plugins.knobs import knobs
 from ...runs import folder
 from ...runs.config import Config
 from ...runs.folder import CONFIG, FINISHED, read_json
 from ...runs.options import from_values
 from ...runs.text import plural
-from ..runs import IDLE, SWEEP, read_config, word
+from ..runs import SWEEP, read_config, word
 from .grid import Point, Sweep, points
 from .pick import GIVEN_UP
-from .reference import LATER, make_reference, read_reference, write_reference
+from .reference import comparable, make_reference, read_reference, write_reference
 
 CONFIGS, LOGS = "configs", "logs"
 
@@ -155,9 +154,8 @@ def check_unchanged(run: Path, cfg: Config) -> None:
         before = read_config(run)
     except FileError as error:
         raise UserError(f"{run} holds no readable run ({error}); remove it") from None
-    now = {k: v for k, v in knobs(cfg).items() if not dataclasses.is_dataclass(v) and not k.startswith(IDLE)}
-    later = [name for name in LATER if now.get(name) is None]
-    changed = [name for name, value in now.items() if name in before and name not in later and before[name] != value]
+    now = comparable(cfg) | {"seed": cfg.seed}
+    changed = [name for name, value in now.items() if name in before and before[name] != value]
     if changed:
         was = ", ".join(f"{name} was {word(before[name])} and is {word(now[name])}" for name in changed)
         raise UserError(f"{run} holds a run with other settings: {was}; choose another --out, or remove it")
