@@ -109,7 +109,8 @@ def a_config(*more: str) -> Config:
 
 def some_runs(home: Path, names: str) -> list[tuple[Config, Path]]:
     """Runs with these names, each with a seed of its own."""
-    return [(a_config("--seed", str(seed)), home / name) for seed, name in enumerate(names.split())]
+    outs = [home / name for name in names.split()]
+    return [(a_config("--seed", str(seed), "--out", str(out)), out) for seed, out in enumerate(outs)]
 
 
 def command(*words: str) -> str:
