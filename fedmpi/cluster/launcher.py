@@ -139,23 +139,18 @@ def blocked_signals() -> Iterator[None]:
 
 
 def start(own: dict[str, str], arguments: list[str]) -> int:
-    """Start a rank; return its process id."""
+    """Start a rank, by a fork or, with CUDA, as a new interpreter; return its process id."""
     if torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
-        return start_anew(own, arguments)
+        command = [sys.executable, "-m", "fedmpi", "train", *arguments]
+        process = subprocess.Popen(command, env=os.environ | own, stdin=subprocess.DEVNULL, preexec_fn=stand_alone)
+        process.returncode = 0  # `Ranks` waits for it
+        return process.pid
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
     if pid == 0:
         be_rank(own, arguments)
     return pid
-
-
-def start_anew(own: dict[str, str], arguments: list[str]) -> int:
-    """Start a rank as a new interpreter; return its process id."""
-    command = [sys.executable, "-m", "fedmpi", "train", *arguments]
-    process = subprocess.Popen(command, env=os.environ | own, stdin=subprocess.DEVNULL, preexec_fn=stand_alone)
-    process.returncode = 0  # `Ranks` waits for it
-    return process.pid
 
 
 def stand_alone() -> None:

@@ -277,7 +277,7 @@ def errors_of(run: Path, job: Job | None) -> list[str]:
     logs = [] if job is None else sorted(log_folder(run).glob(f"{job.id}_*_log.err"), key=age)[-3:]
     out: list[str] = []
     for path in logs:
-        if lines := tail_of(path):
+        if lines := tail_of(path)[-SHOWN:]:
             out += [f"{path}:", *(f"  {line}" for line in lines)]
     return out
 
@@ -296,16 +296,16 @@ def age(path: Path) -> float:
         return 0.0
 
 
-def tail_of(path: Path) -> list[str]:
-    """Return the last lines of a log that are not empty and not submitit's."""
+def tail_of(path: Path, start: int = 0) -> list[str]:
+    """Return the last lines of a log, after its first `start` bytes, that are not empty and not submitit's."""
     try:
         with opened(path) as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+            file.seek(max(start, os.fstat(file.fileno()).st_size - TAIL_BYTES))
             text = file.read(TAIL_BYTES).decode(errors="replace")
     except (OSError, Damaged):
         return []
     lines = [line.rstrip() for line in text.splitlines()]
-    return [line for line in lines if line and not line.startswith("submitit ")][-SHOWN:]
+    return [line for line in lines if line and not line.startswith("submitit ")]
 
 
 # As text

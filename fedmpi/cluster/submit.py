@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from ..errors import RunError, UserError, exit_code, unknown
-from ..plugins.knobs import check_bounds, knob, knobs
+from ..errors import RunError, UserError, exit_code
+from ..plugins.knobs import knob, knobs
 from ..runs import folder
 from ..runs.config import Config
 from ..runs.options import read_options
@@ -34,8 +34,6 @@ from .status import CANCELLED, FILES, JOB, Job, alive, jobs_of, newest_checkpoin
 if TYPE_CHECKING:
     from submitit.helpers import DelayedSubmission
 
-EXECUTORS = ("slurm", "local")
-MANAGERS = ("none", "pmi2", "pmix")
 SLURM_ONLY = ("partition", "time", "cpus_per_rank", "mem", "account", "qos", "constraint", "mpi", "signal_seconds")
 MINUTES, SIGNAL_SECONDS = 60, 120
 SUBMITTED = "submitted.yaml"  # the configuration as it was checked
@@ -69,9 +67,9 @@ class SubmitOptions:
     """Required node features."""
     name: str | None = None
     """Job name. Default: that of the run folder."""
-    executor: str = "slurm"
+    executor: str = knob("slurm", choices=("slurm", "local"))
     """slurm, or local: processes on this machine that keep running when the terminal is closed."""
-    mpi: str = "none"
+    mpi: str = knob("none", choices=("none", "pmi2", "pmix"))
     """How srun starts MPI ranks: none, pmi2 (MPICH) or pmix (Open MPI). Required for --comm mpi."""
     signal_seconds: int | None = knob(None, low=1)
     """Seconds before the time limit at which the run is signalled to save. Default: 120, or a quarter of the time limit
@@ -233,11 +231,7 @@ def prepare_folder(options: SubmitOptions, cfg: Config, out: Path) -> Train:
 
 
 def check(options: SubmitOptions) -> None:
-    """Refuse options that are out of bounds or contradict each other."""
-    check_bounds(options, prefix="")
-    for kind, given, known in (("executor", options.executor, EXECUTORS), ("--mpi", options.mpi, MANAGERS)):
-        if given not in known:
-            raise unknown(kind, given, known)
+    """Refuse options that contradict each other, or that Slurm cannot take."""
     for name in ("partition", "account", "qos", "constraint", "name"):
         value = getattr(options, name)
         if value is not None and (not value or not value.isprintable()):

@@ -9,7 +9,7 @@ import socket
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +84,8 @@ def overview(home: Path) -> str:
 
 def asked_for(home: Path) -> list[Row]:
     """Return the requested runs of a sweep: those with a folder, or with a configuration to start them."""
-    there = [n for n in sweep_runs(home) if (home / n).exists() or (home / CONFIGS / f"{n}.yaml").exists()]
-    return rows_of(there, home)
+    runs = [home / name for name in sweep_runs(home)]
+    return rows_of([run for run in runs if run.exists() or (home / CONFIGS / f"{run.name}.yaml").exists()])
 
 
 def at_once(home: Path) -> int:
@@ -128,15 +128,8 @@ def newest(folder: Path) -> float:
 def listed(found: list[Path]) -> list[str]:
     """Return one line per run or sweep."""
     runs = [path for path in found if not is_sweep(path)]
-    by_home: dict[Path, list[str]] = {}
-    for path in runs:
-        by_home.setdefault(path.parent, []).append(path.name)
-    rows = {
-        home / row.name: Row(**{**vars(row), "name": str(home / row.name)})
-        for home, names in by_home.items()
-        for row in rows_of(names, home)
-    }
-    texts = dict(zip(runs, lines_of([rows[path] for path in runs]), strict=True))
+    rows = [replace(row, name=str(path)) for path, row in zip(runs, rows_of(runs), strict=True)]
+    texts = dict(zip(runs, lines_of(rows), strict=True))
     width = max(len(str(path)) for path in found)
     return [texts.get(path) or f"{str(path).ljust(width)}  sweep, {brief(path)}" for path in found]
 

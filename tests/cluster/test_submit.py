@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("no_launch")
         ([], ["compare"], "submit was given 'compare' to run"),
         (["--nodes", "0"], ["train"], "--nodes is 0; it must be at least 1"),
         (["--nodez", "1"], ["train"], "unknown option '--nodez'; did you mean '--nodes'?"),
-        (["--executor", "slrm"], ["train"], "unknown executor 'slrm'; did you mean 'slurm'?"),
+        (["--executor", "slrm"], ["train"], "unknown --executor 'slrm'; did you mean 'slurm'?"),
         (["--mpi", "pmi3"], ["train"], "unknown --mpi 'pmi3'; did you mean 'pmix'? known: none, pmi2, pmix"),
         (["--partition", "a\nb"], ["train"], "--partition is 'a\\nb'; it must be printable text on one line"),
         ([*LOCAL, "--nodes", "2"], ["train"], "--nodes is 2 but --executor local is this machine only"),

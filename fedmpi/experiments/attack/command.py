@@ -25,7 +25,7 @@ from ... import __version__
 from ...cohort import draw
 from ...comm.env import Place, available_cores
 from ...data import Ints
-from ...errors import UserError, reason, unknown
+from ...errors import UserError, reason
 from ...plugins.knobs import check_bounds, knob
 from ...runs.build import NOTHING, Overrides
 from ...runs.folder import ATTACK, write
@@ -40,7 +40,6 @@ from .attackers import Floats, cheapest, contest, logistic
 from .rebuild import Rebuilt, check_score, config_of, finished, rebuild, untrained
 
 ABOUT = "Attack finished runs by membership inference: how well do a model's outputs reveal what it was trained on?"
-MEMBERS = ("all", "trained")
 FEATURES: dict[str, Callable[[Floats], Floats]] = {
     "logits": lambda answers: answers,
     "sorted": lambda answers: -np.sort(-answers, axis=1),
@@ -56,9 +55,9 @@ BEFORE = ", before"  # marks results of the untrained model
 class AttackSettings:
     """The settings of an attack."""
 
-    members: str = "all"
+    members: str = knob("all", choices=("all", "trained"))
     """all (every sample of a client) or trained (samples of clients that took part in a round)."""
-    features: str = "logits"
+    features: str = knob("logits", choices=FEATURES)
     """Input of the logistic regression: logits (as the papers do) or sorted (logits by size)."""
     samples: int = knob(10_000, low=2)
     """Maximum number of members, and of others; both sides get equally many."""
@@ -92,14 +91,12 @@ def main(arguments: list[str]) -> int:
     asked = read_options(AttackOptions, arguments, "attack", ABOUT, usage="RUN [RUN ...] [options]")
     if not asked.runs:
         raise UserError("attack was given no run folder; name one or more: fedmpi attack RUN [RUN ...]")
-    settings = AttackSettings(**{f.name: getattr(asked, f.name) for f in dataclasses.fields(AttackSettings)})
-    check(settings)
     set_up(rank=0, size=1)
     folders = [finished(run).folder for run in find_runs([Path(name) for name in asked.runs])]
     longest = max(len(str(folder)) for folder in [COLUMNS[0], *folders])
-    widths = (longest, len("logits" + BEFORE * settings.control), *WIDTHS)
+    widths = (longest, len("logits" + BEFORE * asked.control), *WIDTHS)
     for number, folder in enumerate(folders):
-        found = attack_run(folder, asked.data_root, settings)
+        found = attack_run(folder, asked.data_root, asked)
         if asked.json:
             print(json.dumps({"run": str(folder)} | found), flush=True)
         else:
@@ -108,20 +105,12 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def check(settings: AttackSettings) -> None:
-    """Refuse options out of bounds and unknown names."""
-    check_bounds(settings, prefix="")
-    for kind, name, known in (("--members", settings.members, MEMBERS), ("--features", settings.features, FEATURES)):
-        if name not in known:
-            raise unknown(kind, name, known)
-
-
 def attack_run(
     folder: Path, data_root: str | None = None, settings: AttackSettings = USUAL, given: Overrides = NOTHING
 ) -> dict[str, Any]:
     """Attack the finished run in a folder; return the results, and write them there as attack.json. The caller's
     random state and threads are restored. `given`: the data and the model, if the run got them as Python objects."""
-    check(settings)
+    check_bounds(settings, prefix="")
     with undisturbed():
         run = finished(read_run(folder))
         cfg = config_of(run, data_root)

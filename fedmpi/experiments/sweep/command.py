@@ -34,7 +34,7 @@ ARRAY_ONLY = ("name", "gpus_per_node", "retries", "setup", "watch")  # in additi
 class SweepOptions(SubmitOptions):
     """The options of `fedmpi sweep`."""
 
-    executor: str = "local"
+    executor: str = knob("local", choices=("local", "slurm"))
     """local: on this machine; slurm: as one job array."""
     jobs: int | None = knob(None, low=1, high=10_000)
     """Runs at a time. Default: one on this machine, all of them on Slurm."""
@@ -67,7 +67,7 @@ def main(arguments: list[str]) -> int:
         screen.say(f"{len(plan.points)} runs in {plan.home}{plan.threads_text}; nothing was started")
         return 0
     if options.status:
-        screen.say(table(rows_of(plan.names, plan.home), options.jobs or 1))
+        screen.say(table(rows_of(plan.runs), options.jobs or 1))
         return 0
     describe(plan)
     if options.executor == "slurm":

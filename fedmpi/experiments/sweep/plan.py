@@ -44,8 +44,8 @@ class SweepPlan:
     threads: int | None = None  # per rank of the runs whose labels do not set them; None: all labels do
 
     @property
-    def names(self) -> list[str]:
-        return [point.name for point in self.points]
+    def runs(self) -> list[Path]:
+        return [self.home / point.name for point in self.points]
 
     @property
     def left(self) -> list[Point]:
