@@ -127,7 +127,7 @@ def submit(arguments: list[str]) -> int:
     check(options)
     cfg, out = checked_run(command[1:])
     [job] = submit_runs(options, [(cfg, out)], home=out, command=command)
-    print(summary(options, job, shown(out)), flush=True)
+    print(summary(options, job, out), flush=True)
     return 0
 
 
@@ -302,14 +302,9 @@ def summary(options: SubmitOptions, job: Job, run: Path) -> str:
     """Return what was submitted, how to follow it and how to end it."""
     ranks = f"{options.ranks_per_node} rank{'' if options.ranks_per_node == 1 else 's'}"
     where = f" on each of {options.nodes} nodes" if options.nodes > 1 else ""
-    name = shlex.quote(str(run))
+    here = Path.cwd()
+    name = shlex.quote(str(run.relative_to(here) if run.is_relative_to(here) else run))
     return (
-        f"submitted {job}: {ranks}{where}\nrun folder  {run}\n"
+        f"submitted {job}: {ranks}{where}\nrun folder  {name}\n"
         f"follow it   fedmpi status {name}\n            fedmpi logs -f {name}\nend it      fedmpi cancel {name}"
     )
-
-
-def shown(path: Path) -> Path:
-    """Return a path relative to the current folder if it is below that."""
-    here = Path.cwd()
-    return path.relative_to(here) if path.is_relative_to(here) else path

@@ -171,8 +171,9 @@ def test_a_task_trains_and_leaves_with_the_code_of_the_run(monkeypatch: pytest.M
 
 def test_a_path_is_shown_as_one_would_type_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert submit.shown(tmp_path / "runs" / "a") == Path("runs/a")
-    assert submit.shown(Path("/elsewhere")) == Path("/elsewhere")
+    options, job = submit.SubmitOptions(), submit.Job("7", "slurm")
+    assert "\nrun folder  runs/a\n" in submit.summary(options, job, tmp_path / "runs" / "a")
+    assert "\nrun folder  /elsewhere\n" in submit.summary(options, job, Path("/elsewhere"))
 
 
 def test_a_job_trains_what_was_checked_whatever_becomes_of_the_files(

@@ -7,7 +7,6 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from fedmpi.experiments.measures import measure
 from fedmpi.experiments.sweep import sweepfile
 from fedmpi.experiments.sweep.grid import Point, Sweep, label_of, points
 from fedmpi.experiments.sweep.recipes import PAPERS
+from fedmpi.plugins.knobs import with_values
 from fedmpi.runs import options
 from fedmpi.runs.build import prepare
 from fedmpi.runs.config import Config
@@ -37,8 +37,7 @@ WRITERS = 3000  # so many train in the TMLR paper; the stand-in has fewer
 
 def config_of(point: Point) -> Config:
     """The configuration of a point, quickly: kinds of values are not checked."""
-    base, tree = Config(), point.values
-    return replace(base, **{k: replace(getattr(base, k), **v) if isinstance(v, dict) else v for k, v in tree.items()})
+    return with_values(Config(), point.knobs)
 
 
 def settings(sweep: Sweep) -> list[Point]:
@@ -91,7 +90,7 @@ def test_every_run_of_a_sweep_is_a_sound_configuration(name: str) -> None:
         prepare(config_of(point))
     parser = options.make_parser("test", "", Config)
     for point in covering(found):
-        asked = options.filled(parser, Config, lambda point=point: parser.parse_object(point.values))
+        asked = options.filled(parser, Config, lambda point=point: parser.parse_object(options.as_tree(point.knobs)))
         assert asked == config_of(point)
 
 

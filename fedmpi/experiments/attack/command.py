@@ -35,9 +35,9 @@ from ...runs.run import settle, undisturbed
 from ...runs.text import align
 from ...seeds import attack_generator
 from ..runs import find_runs, read_run
-from .answers import Answers, ask, scored_loss
+from .answers import Answers, ask, check_score
 from .attackers import Floats, cheapest, contest, logistic
-from .rebuild import Rebuilt, check_score, config_of, finished, rebuild, untrained
+from .rebuild import Rebuilt, config_of, finished, rebuild, untrained
 
 ABOUT = "Attack finished runs by membership inference: how well do a model's outputs reveal what it was trained on?"
 FEATURES: dict[str, Callable[[Floats], Floats]] = {
@@ -131,7 +131,7 @@ def attack(rebuilt: Rebuilt, settings: AttackSettings) -> dict[str, Any]:
     before = untrained(rebuilt) if settings.control else None
     inside, outside = choose(members_of(rebuilt, settings.members), rebuilt, settings)
     others = ask(rebuilt, outside, test=True)
-    check_score(rebuilt, scored_loss(rebuilt, outside, others))
+    check_score(rebuilt, outside, others)
     members = ask(rebuilt, inside, test=False)
     control = None
     if before is not None:
@@ -158,9 +158,8 @@ def attack(rebuilt: Rebuilt, settings: AttackSettings) -> dict[str, Any]:
 
 def duel(members: Answers, others: Answers, settings: AttackSettings) -> dict[str, Any]:
     """Return the scores of both attackers; None for the logistic regression if the outputs are too wide for it."""
-    values, losses = (
-        np.concatenate(pair) for pair in ((members.values, others.values), (members.losses, others.losses))
-    )
+    values = np.concatenate([members.values, others.values])
+    losses = np.concatenate([members.losses, others.losses])
     narrow = values.shape[1] <= WIDEST
     draws = settings.repeats, settings.seed
     return {
@@ -217,13 +216,9 @@ def rows(folder: Path, found: dict[str, Any], widths: Sequence[int]) -> str:
     for part, suffix, more in ((found, "", results), (found["control"] or {}, BEFORE, ["-"] * len(results))):
         for name, verdict in ((found["features"], part.get("logistic")), ("loss", part.get("loss"))):
             if verdict is not None:
-                lines.append((str(folder), name + suffix, *cells(verdict), *more))
+                low, high = verdict["interval"]
+                deviation = "-" if verdict["deviation"] is None else f"{verdict['deviation']:.4f}"
+                scores = [f"{verdict['accuracy']:.4f}", deviation, f"{low:.4f} - {high:.4f}"]
+                scores += [f"{verdict[key]:.4f}" for key in ("auc", "advantage", "tpr_at_1_fpr")]
+                lines.append((str(folder), name + suffix, *scores, *more))
     return "\n".join(align(lines, SIDES, widths))
-
-
-def cells(verdict: dict[str, Any]) -> list[str]:
-    """Return the cells of an attacker's scores."""
-    low, high = verdict["interval"]
-    deviation = "-" if verdict["deviation"] is None else f"{verdict['deviation']:.4f}"
-    others = [f"{verdict[key]:.4f}" for key in ("auc", "advantage", "tpr_at_1_fpr")]
-    return [f"{verdict['accuracy']:.4f}", deviation, f"{low:.4f} - {high:.4f}", *others]

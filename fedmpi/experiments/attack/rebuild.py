@@ -7,7 +7,6 @@ what the run has recorded: the SHA-256 of the model file, the partition, and the
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -31,7 +30,6 @@ from ...runs.schema import Damaged, Dealt, opened, read
 from ...seeds import torch_seed
 from ..runs import MOST_PARTITION, PARTITION, Run
 
-NEAR = 1e-3  # relative tolerance: rounding differs between machines
 AGAIN = "; train it again, or restore the original"
 
 
@@ -164,14 +162,3 @@ def untrained(rebuilt: Rebuilt) -> Rebuilt:
             "weights are not known; leave --control out"
         )
     return replace(rebuilt, model=model_of(rebuilt.run, cfg, rebuilt.data, rebuilt.device))
-
-
-def check_score(rebuilt: Rebuilt, loss: float) -> None:
-    """Refuse a model whose mean loss on the scored test samples differs from the recorded one: data or code have
-    changed."""
-    recorded = rebuilt.run.finished.get("test_loss")
-    if isinstance(recorded, int | float) and not math.isclose(loss, recorded, rel_tol=NEAR, abs_tol=NEAR / 10):
-        raise UserError(
-            f"the model of '{rebuilt.run.folder}' has a test loss of {loss:.6g} on '{rebuilt.data.name}', but had "
-            f"{recorded:.6g} when it was trained: the data or the model's code have changed{AGAIN}"
-        )

@@ -14,10 +14,8 @@ from ...cluster.submit import SubmitOptions, refuse_with_local
 from ...cluster.submit import check as check_options
 from ...errors import AGAIN, UserError, complain
 from ...plugins.knobs import knob
-from ...runs.config import Config
 from ...runs.options import flag, positional, read_options, several
 from ..runs import pairing
-from .grid import Point
 from .overview import Screen, rows_of, table
 from .pick import CHOSEN, in_words, pick, record
 from .plan import LOGS, SweepPlan, all_points, describe, make_plan, write_file
@@ -63,7 +61,9 @@ def main(arguments: list[str]) -> int:
     screen = Screen()
     if options.dry_run:
         for point in plan.points:
-            screen.say(f"{point.name}  {in_short(point, plan.configs[point.name])}")
+            rest = [f"{axis} {label}" for axis, label in point.labels.items() if axis not in ("algorithm", "mask")]
+            rules = pairing(point.labels, vars(plan.configs[point.name]), taus=True)
+            screen.say(f"{point.name}  {', '.join([rules, *rest, f'seed {point.seed}'])}")
         screen.say(f"{len(plan.points)} runs in {plan.home}{plan.threads_text}; nothing was started")
         return 0
     if options.status:
@@ -130,12 +130,6 @@ def fetch_data(plan: SweepPlan) -> None:
                 load(data, root)
         except UserError as error:
             raise UserError(f"run '{name}': {error}") from None
-
-
-def in_short(point: Point, cfg: Config) -> str:
-    """Return the labels of a point, including its algorithm and mask."""
-    rest = [f"{axis} {label}" for axis, label in point.labels.items() if axis not in ("algorithm", "mask")]
-    return ", ".join([pairing(point.labels, vars(cfg), taus=True), *rest, f"seed {point.seed}"])
 
 
 def conclude(plan: SweepPlan, screen: Screen) -> int:

@@ -94,11 +94,7 @@ class Point:
     labels: dict[str, str]
     seed: int
     knobs: Knobs
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """Return its settings as a tree, as in a configuration file."""
-        return nested(self.knobs | {"seed": self.seed})
+    """with the seed"""
 
 
 def points(sweep: Sweep) -> list[Point]:
@@ -121,7 +117,7 @@ def points(sweep: Sweep) -> list[Point]:
         if name in found:
             raise UserError(f"two runs of sweep '{sweep.name}' would have the folder '{name}'; change their labels")
         refuse_renaming(name, sweep, own)
-        found[name] = Point(name, labels, seed, sweep.base | own)
+        found[name] = Point(name, labels, seed, sweep.base | own | {"seed": seed})
     return list(found.values())
 
 
@@ -153,12 +149,3 @@ def folder_name(sweep: Sweep, labels: Mapping[str, str], seed: int) -> str:
 def label_of(value: Any) -> str:
     """Return a value as a label."""
     return yaml.safe_dump(value).split("\n")[0] if value is None or isinstance(value, bool) else str(value)
-
-
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with dotted names as a tree."""
-    tree: dict[str, Any] = {}
-    for name, value in values.items():
-        group, _, own = name.rpartition(".")
-        (tree.setdefault(group, {}) if group else tree)[own] = value
-    return tree

@@ -116,7 +116,7 @@ def checked(point: Point, run: Path, local: bool, parsed: dict[str, Config], thr
     key = json.dumps(point.labels)
     try:
         if key not in parsed:
-            parsed[key] = from_values(point.values)
+            parsed[key] = from_values(point.knobs)
         cfg = prepare(replace(parsed[key], seed=point.seed, out=str(run))).cfg
         if local and cfg.comm == "mpi":
             raise UserError("--comm is mpi, but a sweep on this machine starts no MPI ranks; leave it out")

@@ -62,7 +62,7 @@ def make_reference(recipe: Sweep, chosen: Iterable[Point], known: Mapping[str, C
         if key in runs or key not in of_file:
             continue
         try:
-            cfg = known[point.name] if known is not None else prepare(from_values(of_file[key].values)).cfg
+            cfg = known[point.name] if known is not None else prepare(from_values(of_file[key].knobs)).cfg
         except UserError:  # the file is only valid with --set: nothing to compare with
             continue
         runs[key] = comparable(cfg)

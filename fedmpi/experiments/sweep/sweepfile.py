@@ -56,10 +56,10 @@ def read_sweep(name: str) -> Sweep:
 def find_sweep(name: str) -> Path:
     """Return the file of that name, or else the bundled recipe."""
     path = Path(name).expanduser()
-    if os.path.exists(path) and not (path.is_dir() and name in recipes()):
-        return path
-    if name in recipes():
+    if name in recipes() and not path.is_file():
         return recipes()[name]
+    if os.path.exists(path):
+        return path
     near = nearest(name, recipes())
     hint = f"did you mean '{near}'?" if near else "'fedmpi recipes' lists the bundled ones"
     raise UserError(f"'{name}' is neither a file nor a recipe; {hint}")
