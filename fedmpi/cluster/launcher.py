@@ -205,20 +205,16 @@ class Ranks:
             for pid in list(self.running):
                 done, status = os.waitpid(pid, os.WNOHANG)
                 if done:
-                    self.codes[self.running.pop(pid)] = os.waitstatus_to_exitcode(status)
-                    self.limit_others()
+                    code = os.waitstatus_to_exitcode(status)
+                    self.codes[self.running.pop(pid)] = code
+                    if code in (2, INTERRUPTED):
+                        self.send(signal.SIGTERM)  # the others would only repeat the error
+                    if code:
+                        self.limit(SAVED_SECONDS if code == AGAIN else OTHERS_SECONDS)
             if time.monotonic() > self.deadline:
                 self.send(signal.SIGKILL)
         codes = set(self.codes.values())
         return 0 if codes == {0} else next((code for code in REPORTED if code in codes), 1)
-
-    def limit_others(self) -> None:
-        """Limit the time of the remaining ranks; end them after an error that they would only repeat."""
-        code = list(self.codes.values())[-1]
-        if code in (2, INTERRUPTED):
-            self.send(signal.SIGTERM)
-        if code:
-            self.limit(SAVED_SECONDS if code == AGAIN else OTHERS_SECONDS)
 
     def limit(self, seconds: float) -> None:
         """Kill the ranks that are left after this time; the first limit counts."""

@@ -257,7 +257,7 @@ def announced(home: Path) -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
-def processes(home: Path) -> list[Mapping[str, Any]]:
-    """Return the processes that run a sweep now; files left by killed ones do not count."""
-    found = (folder.holder(home, path.name) for path in sorted(home.glob(f"{PREFIX}*")))
-    return [one for one in found if one and {"host", "pid"} <= one.keys()]
+def processes(home: Path) -> dict[Path, Mapping[str, Any]]:
+    """Return the processes that run a sweep now, by their lock files; those left by killed ones do not count."""
+    found = {path: folder.holder(home, path.name) for path in sorted(home.glob(f"{PREFIX}*"))}
+    return {path: one for path, one in found.items() if one and {"host", "pid"} <= one.keys()}
