@@ -7,7 +7,7 @@ Everything is checked before the first run starts.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ...cluster.submit import SubmitOptions, refuse_with_local
@@ -17,7 +17,7 @@ from ...plugins.knobs import knob
 from ...runs.options import flag, positional, read_options, several
 from ..runs import pairing
 from .overview import Screen, rows_of, table
-from .pick import CHOSEN, in_words, pick, record
+from .pick import CHOSEN, in_words, pick
 from .plan import LOGS, SweepPlan, all_points, describe, make_plan, write_file
 from .sweepfile import changed, narrowed, read_sweep
 
@@ -136,7 +136,9 @@ def conclude(plan: SweepPlan, screen: Screen) -> int:
     """Choose the best labels if the file has `choose`, and report what is left; return the exit code."""
     choices = pick(plan.sweep, all_points(plan), plan.home)
     if (rule := plan.sweep.choose) is not None:
-        write_file(plan.home / CHOSEN, json.dumps(record(choices, rule), indent=2) + "\n")
+        cells = [asdict(choice) for choice in choices]
+        record = {"by": rule.by, "last": rule.last, "over": list(rule.over), "cells": cells}
+        write_file(plan.home / CHOSEN, json.dumps(record, indent=2) + "\n")
         masks = {name: str(cfg.mask) for name, cfg in plan.configs.items()}
         screen.say(in_words(choices, rule, masks))
     left = [point.name for point in plan.left]

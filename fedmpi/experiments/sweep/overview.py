@@ -66,8 +66,6 @@ def row_of(run: Path, state: str, why: str) -> Row:
     config = config_of(run)
     label = pairing({}, config, taus=True) if config else ""
     row = Row(run.name, state, why, label=label, threads=config.get("threads"))
-    if not (run / CONFIG).exists() and not (run / JOB).exists():
-        return row
     try:
         seen = progress(run, state)
     except FileError as error:

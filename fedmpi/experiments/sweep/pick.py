@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from ...runs.folder import FINISHED
 from ..measures import Measure, measure
@@ -79,11 +78,6 @@ def make_choice(cell: Labels, tried: dict[Key, list[Point]], rule: Choose, folde
     ended = [one for one in found if one.value is not None]
     best = (max if rises else min)(ended, key=lambda one: one.value or 0.0, default=None)
     return Choice(cell, best.labels if best else None, found)
-
-
-def record(choices: list[Choice], rule: Choose) -> dict[str, Any]:
-    """Return the content of chosen.json."""
-    return {"by": rule.by, "last": rule.last, "over": list(rule.over), "cells": [asdict(choice) for choice in choices]}
 
 
 def in_words(choices: list[Choice], rule: Choose, masks: Mapping[str, str]) -> str:

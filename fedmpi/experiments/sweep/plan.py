@@ -13,7 +13,6 @@ import json
 import os
 import socket
 import time
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -84,8 +83,6 @@ def make_plan(sweep: Sweep, chosen: list[Point], home: Path, local: bool, recipe
     parsed: dict[str, Config] = {}
     threads = common_threads(home, chosen)
     configs = {point.name: checked(point, home / point.name, local, parsed, threads or 1) for point in chosen}
-    for point in chosen:
-        check_unchanged(home / point.name, configs[point.name])
     return SweepPlan(sweep, home, points=chosen, configs=configs, recipe=recipe, threads=threads)
 
 
@@ -110,7 +107,8 @@ def common_threads(home: Path, chosen: list[Point]) -> int | None:
 def checked(point: Point, run: Path, local: bool, parsed: dict[str, Config], threads: int) -> Config:
     """Return the configuration of a point with all names looked up, and with the `threads` of the sweep if it sets
     none, so that results depend neither on the machine nor on how many runs share it. A run of an older version keeps
-    its threads. `parsed` caches configurations by labels: parsing takes 50 ms."""
+    its threads. Refuse a run that exists with other settings: the file may have changed since. `parsed` caches
+    configurations by labels: parsing takes 50 ms."""
     from ...runs.build import prepare
 
     key = json.dumps(point.labels)
@@ -123,10 +121,18 @@ def checked(point: Point, run: Path, local: bool, parsed: dict[str, Config], thr
     except UserError as error:
         raise UserError(f"run '{point.name}': {error}") from None
     root = None if cfg.data_root is None else str(Path(cfg.data_root).expanduser().absolute())
-    before = None
-    with suppress(FileError):
-        before = read_config(run).get("threads")
-    return replace(cfg, data_root=root, threads=cfg.threads or (before if isinstance(before, int) else threads))
+    try:
+        before = read_config(run) if os.path.lexists(run / CONFIG) else {}
+    except FileError as error:
+        raise UserError(f"{run} holds no readable run ({error}); remove it") from None
+    used = before.get("threads")
+    cfg = replace(cfg, data_root=root, threads=cfg.threads or (used if isinstance(used, int) else threads))
+    now = comparable(cfg) | {"seed": cfg.seed}
+    changed = [name for name, value in now.items() if name in before and before[name] != value]
+    if changed:
+        was = ", ".join(f"{name} was {word(before[name])} and is {word(now[name])}" for name in changed)
+        raise UserError(f"{run} holds a run with other settings: {was}; choose another --out, or remove it")
+    return cfg
 
 
 def check_home(home: Path, sweep: Sweep) -> None:
@@ -144,21 +150,6 @@ def check_home(home: Path, sweep: Sweep) -> None:
             f"--out {home} holds a sweep over {', '.join(before)}, but '{sweep.name}' is over "
             f"{', '.join(sweep.axes) or 'seeds'}; choose another folder"
         )
-
-
-def check_unchanged(run: Path, cfg: Config) -> None:
-    """Refuse a run that exists with other settings: the file may have changed since."""
-    try:
-        if not os.path.lexists(run / CONFIG):
-            return
-        before = read_config(run)
-    except FileError as error:
-        raise UserError(f"{run} holds no readable run ({error}); remove it") from None
-    now = comparable(cfg) | {"seed": cfg.seed}
-    changed = [name for name, value in now.items() if name in before and before[name] != value]
-    if changed:
-        was = ", ".join(f"{name} was {word(before[name])} and is {word(now[name])}" for name in changed)
-        raise UserError(f"{run} holds a run with other settings: {was}; choose another --out, or remove it")
 
 
 def all_points(plan: SweepPlan) -> list[Point]:
