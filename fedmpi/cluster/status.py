@@ -38,7 +38,7 @@ from ..runs.schema import (
     records,
 )
 from ..runs.text import align, duration
-from .slurm import ENDED, WAITING, Fingerprint, slurm_job, slurm_jobs
+from .slurm import ENDED, WAITING, Fingerprint, slurm_jobs
 
 SILENT = "Slurm does not answer here"
 JOB, LIVES, CANCELLED, FILES, SUPERVISOR = "job.json", "lives.jsonl", "cancelled", "slurm", "keeper"
@@ -98,14 +98,13 @@ def supervisor_alive(run: Path) -> bool:
     return False
 
 
-def alive(run: Path, job: Job | None, facts: Fingerprint | None = None) -> str:
-    """Return a description of a job that is queued or running; '' if it is neither. `facts`: what Slurm has answered
-    about it; None: ask Slurm."""
+def alive(run: Path, job: Job | None, facts: Fingerprint) -> str:
+    """Return a description of a job that is queued or running; '' if it is neither. `facts`: Slurm's answer."""
     if job is None:
         return ""
     if job.executor == "local":
         return f"{job} on {job.host}, which is running" if supervisor_alive(run) else ""
-    state = (slurm_job(job.id) or {} if facts is None else facts).get("JobState", "COMPLETED")
+    state = facts.get("JobState", "COMPLETED")
     return "" if state in ENDED else f"{job}, which is {state}"
 
 

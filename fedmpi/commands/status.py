@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..cluster.cancel import cancel_jobs, kept, running_job, wait_until
-from ..cluster.status import JOB, Job, age, alive, in_words, jobs_of, look_at
-from ..errors import RunError, UserError, complain
+from ..cluster.cancel import cancel_jobs, kept, running_job, running_jobs, wait_until
+from ..cluster.status import JOB, age, in_words, look_at
+from ..errors import UserError, complain
 from ..experiments.runs import SWEEP, read_sweep_record, sweep_runs
 from ..experiments.sweep.local import processes
 from ..experiments.sweep.overview import Row, lines_of, rows_of, summary, table
@@ -163,12 +163,7 @@ def cancel(arguments: list[str]) -> int:
 def cancel_sweep(home: Path) -> None:
     """End the processes of a sweep, the jobs of its runs, and runs that have lost their sweep process."""
     runs = [home / name for name in sweep_runs(home) if (home / name).is_dir()]
-    jobs: dict[Path, Job] = {}
-    for run, (job, facts) in zip(runs, jobs_of(runs), strict=True):
-        if facts is None:
-            raise RunError(f"Slurm does not answer about {job} of {run}; check 'sinfo', then try again")
-        if job is not None and alive(run, job, facts):
-            jobs[run] = job
+    jobs = running_jobs(runs)
     sweeps = processes(home)
     lone = {run / LOCK: owner for run in runs if run not in jobs and (owner := holder(run)) is not None}
     end_processes(sweeps)

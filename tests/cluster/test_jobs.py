@@ -20,7 +20,8 @@ import pytest
 import slurm_box
 from conftest import need, rank_environment
 
-from fedmpi.cluster.status import look, slurm_job, supervisor_alive
+from fedmpi.cluster.slurm import slurm_job
+from fedmpi.cluster.status import look, supervisor_alive
 from fedmpi.commands import main
 
 pytestmark = [pytest.mark.launchers, pytest.mark.timeout(800)]

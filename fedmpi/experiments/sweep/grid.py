@@ -7,6 +7,7 @@ the axes, then of every `where` that applies to it; later ones win. The file for
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, is_dataclass
@@ -34,9 +35,6 @@ class Where:
 
     labels: dict[str, frozenset[str]]
     knobs: Knobs
-
-    def holds(self, labels: Mapping[str, str]) -> bool:
-        return all(labels[axis] in wanted for axis, wanted in self.labels.items())
 
 
 @dataclass(frozen=True)
@@ -99,9 +97,7 @@ class Point:
 
 def points(sweep: Sweep) -> list[Point]:
     """Return the runs of a sweep: all of the first seed, then all of the next."""
-    count = len(sweep.seeds)
-    for variants in sweep.axes.values():
-        count *= len(variants)
+    count = len(sweep.seeds) * math.prod(map(len, sweep.axes.values()))
     if count > MOST_RUNS:
         raise UserError(f"sweep '{sweep.name}' has {count:,} runs; it may have at most {MOST_RUNS:,}")
     found: dict[str, Point] = {}
@@ -112,7 +108,8 @@ def points(sweep: Sweep) -> list[Point]:
         for axis, label in labels.items():
             own |= sweep.axes[axis][label]
         for one in sweep.where:
-            own |= one.knobs if one.holds(labels) else {}
+            if all(labels[axis] in wanted for axis, wanted in one.labels.items()):
+                own |= one.knobs
         name = folder_name(sweep, labels, seed)
         if name in found:
             raise UserError(f"two runs of sweep '{sweep.name}' would have the folder '{name}'; change their labels")

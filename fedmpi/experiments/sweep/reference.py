@@ -53,9 +53,7 @@ def make_reference(recipe: Sweep, chosen: Iterable[Point], known: Mapping[str, C
     reference."""
     from ...runs.build import prepare
 
-    of_file: dict[str, Point] = {}
-    for point in points(recipe):
-        of_file.setdefault(key_of(point.labels), point)
+    of_file = {key_of(point.labels): point for point in reversed(points(recipe))}  # with the first seed
     runs: dict[str, Knobs] = {}
     for point in chosen:
         key = key_of(point.labels)
