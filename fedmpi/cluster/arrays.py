@@ -53,8 +53,11 @@ def to_slurm(
 ) -> list[Job]:
     """Submit tasks with their run folders, several as one array of which `at_once` elements may run at a time; return
     one job per task. `home` is the folder that contains the runs, or the run folder of a single one."""
-    import submitit
-
+    try:
+        import submitit
+    except ImportError as error:
+        why = f"submit needs submitit, which cannot be imported ({error})"
+        raise UserError(f"{why}; pip install submitit, or use a script of slurm/ with sbatch") from None
     files = home / FILES
     executor = submitit.SlurmExecutor(folder=files, max_num_timeout=options.retries)
     executor.update_parameters(**slurm_parameters(options, outs, home, at_once))
@@ -98,13 +101,8 @@ def slurm_parameters(
 ) -> dict[str, Any]:
     """Return the parameters for submitit: sbatch's options and the lines of the batch script."""
     srun = ["--kill-on-bad-exit=1", "--open-mode=append", f"--mpi={options.mpi}"]
-    if options.cpus_per_rank is not None:
-        srun.append(
-            f"--cpus-per-task={options.cpus_per_rank}"
-        )  # since Slurm 22.05 srun does not inherit it from sbatch
-    setup = [SEAL, BATCH_SRUN]
-    if options.setup is not None:
-        setup.append(options.setup)
+    if options.cpus_per_rank is not None:  # since Slurm 22.05 srun does not inherit it from sbatch
+        srun.append(f"--cpus-per-task={options.cpus_per_rank}")
     given = {
         "job_name": options.name or f"fedmpi-{home.name}",
         "nodes": options.nodes,
@@ -119,7 +117,7 @@ def slurm_parameters(
         "qos": options.qos,
         "constraint": options.constraint,
         "srun_args": srun,
-        "setup": setup,
+        "setup": [SEAL, BATCH_SRUN, *([options.setup] if options.setup else [])],
         "teardown": teardown(options, outs),
         "array_parallelism": at_once or len(outs),
         "additional_parameters": {"requeue": True},  # not the default on every cluster

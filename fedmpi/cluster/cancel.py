@@ -13,8 +13,8 @@ from pathlib import Path
 
 from ..errors import RunError, UserError
 from ..runs import folder
-from .slurm import ask_slurm, slurm_job
-from .status import CANCELLED, Job, alive, job_of, jobs_of, look, newest_checkpoint
+from .slurm import ask_slurm
+from .status import CANCELLED, Job, alive, jobs_of, look, newest_checkpoint
 
 PATIENCE = 60.0  # seconds to wait for jobs to end
 
@@ -52,15 +52,24 @@ def still_alive(jobs: dict[Path, Job]) -> list[Path]:
     return [run for (run, job), (_, facts) in states if facts is None or alive(run, job, facts)]
 
 
+def running_jobs(runs: list[Path]) -> dict[Path, Job]:
+    """Return the queued and running jobs of these runs, which can be cancelled from here."""
+    jobs: dict[Path, Job] = {}
+    for run, (job, facts) in zip(runs, jobs_of(runs), strict=True):
+        if facts is None:
+            raise RunError(f"Slurm does not answer about {job} of {run}; check 'sinfo', then try again")
+        if job is not None and alive(run, job, facts):
+            if job.executor == "local" and job.host != socket.gethostname():
+                raise UserError(f"'{run}' runs on {job.host}; cancel it there")
+            jobs[run] = job
+    return jobs
+
+
 def running_job(run: Path) -> Job:
     """Return the queued or running job of a run; raise a `UserError` if there is none to cancel."""
-    seen, job = look(run), job_of(run)
-    if job is not None and alive(run, job):
-        if job.executor == "local" and job.host != socket.gethostname():
-            raise UserError(f"'{run}' runs on {job.host}; cancel it there")
-        return job
-    if job is not None and job.executor == "slurm" and slurm_job(job.id) is None:
-        raise RunError(f"Slurm does not answer, so job {job.id} cannot be cancelled; check that 'sinfo' works")
+    seen, jobs = look(run), running_jobs([run])
+    if run in jobs:
+        return jobs[run]
     if folder.holder(run) is not None:
         raise UserError(f"'{run}' is run by {folder.owner_in_words(run)}, not as a job: end it where it was started")
     raise UserError(f"'{run}' is not running: it is {seen['state']}" + (f" ({seen['why']})" if seen["why"] else ""))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import math
 import os
 import shutil
 import signal
@@ -24,7 +25,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -53,20 +54,37 @@ def launch(options: Launch, arguments: list[str]) -> int:
     restarts = options.max_restarts
     if restarts is None:
         restarts = RESTARTS if node.size == 1 else 0
+
+    def again(attempt: int, code: int, ranks: Ranks) -> bool:
+        if code in REPORTED:
+            return False
+        more = not ranks.signalled and may_restart(code, attempt, restarts)
+        complain(ranks.blame() + (f"; restart {attempt + 1} of {restarts}" if more else ""))
+        return more
+
+    return run_ranks(options.ranks, node, arguments, again)
+
+
+def run_ranks(
+    count: int,
+    node: Place,
+    arguments: list[str],
+    again: Callable[[int, int, Ranks], bool],
+    grace: float = math.inf,
+) -> int:
+    """Start ranks on this node and wait for them, as long as they fail and are to be started `again` (attempt, exit
+    code, ranks); return their last exit code. After a signal they have `grace` seconds to exit."""
     sweep()
     gc.freeze()  # the first collection in a rank would write to the shared memory, and so copy it
     with meeting_folder() as folder, blocked_signals():
-        for attempt in range(restarts + 1):
-            world = variables(options.ranks, node, folder / f"attempt-{attempt}", attempt)
-            ranks = Ranks([start(world | own, arguments) for own in numbers(options.ranks, node)])
+        attempt = 0
+        while True:
+            worlds = variables(count, node, folder / f"attempt-{attempt}", attempt)
+            ranks = Ranks([start(own, arguments) for own in worlds], grace)
             code = ranks.wait()
-            if code == 0 or code in REPORTED:
-                break
-            again = not ranks.signalled and may_restart(code, attempt, restarts)
-            complain(ranks.blame() + (f"; restart {attempt + 1} of {restarts}" if again else ""))
-            if not again:
-                break
-    return code
+            if code == 0 or not again(attempt, code, ranks):
+                return code
+            attempt += 1
 
 
 def check(options: Launch, node: Place, comm: str) -> None:
@@ -87,18 +105,13 @@ def check(options: Launch, node: Place, comm: str) -> None:
         )
 
 
-def numbers(count: int, node: Place) -> list[dict[str, str]]:
-    """Return the variables that differ between the ranks of this node."""
-    return [{TORCH[0]: str(node.rank * count + k), TORCH[2]: str(k)} for k in range(count)]
-
-
-def variables(count: int, node: Place, store: Path, attempt: int) -> dict[str, str]:
-    """Return the variables that give ranks their world and their rendezvous."""
+def variables(count: int, node: Place, store: Path, attempt: int) -> list[dict[str, str]]:
+    """Return the variables that give each rank of this node its number, its world and its rendezvous."""
     world = {TORCH[1]: str(node.size * count), TORCH[3]: str(count), STORE: str(store) if node.size == 1 else ""}
     world |= {"FEDMPI_LAUNCH": f"{socket.gethostname()}-{os.getpid()}", "FEDMPI_RESTART_COUNT": str(attempt)}
     if node.size > 1 and (meeting := rendezvous(node, os.environ)) is not None:
         world |= {"MASTER_ADDR": meeting[0], "MASTER_PORT": str(meeting[1])}
-    return world
+    return [world | {TORCH[0]: str(node.rank * count + k), TORCH[2]: str(k)} for k in range(count)]
 
 
 @contextlib.contextmanager
@@ -126,23 +139,18 @@ def blocked_signals() -> Iterator[None]:
 
 
 def start(own: dict[str, str], arguments: list[str]) -> int:
-    """Start a rank; return its process id."""
+    """Start a rank, by a fork or, with CUDA, as a new interpreter; return its process id."""
     if torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
-        return start_anew(own, arguments)
+        command = [sys.executable, "-m", "fedmpi", "train", *arguments]
+        process = subprocess.Popen(command, env=os.environ | own, stdin=subprocess.DEVNULL, preexec_fn=stand_alone)
+        process.returncode = 0  # `Ranks` waits for it
+        return process.pid
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
     if pid == 0:
         be_rank(own, arguments)
     return pid
-
-
-def start_anew(own: dict[str, str], arguments: list[str]) -> int:
-    """Start a rank as a new interpreter; return its process id."""
-    command = [sys.executable, "-m", "fedmpi", "train", *arguments]
-    process = subprocess.Popen(command, env=os.environ | own, stdin=subprocess.DEVNULL, preexec_fn=stand_alone)
-    process.returncode = 0  # `Ranks` waits for it
-    return process.pid
 
 
 def stand_alone() -> None:
@@ -180,11 +188,11 @@ def be_rank(own: dict[str, str], arguments: list[str]) -> NoReturn:
 class Ranks:
     """The ranks of one attempt."""
 
-    def __init__(self, pids: list[int]) -> None:
+    def __init__(self, pids: list[int], grace: float = math.inf) -> None:
         self.running = dict(zip(pids, range(len(pids)), strict=True))
         self.codes: dict[int, int] = {}  # of ended ranks, in the order in which they ended
-        self.signalled = False
-        self.deadline: float | None = None
+        self.signalled, self.grace = False, grace
+        self.deadline = math.inf
 
     def wait(self) -> int:
         """Forward signals until all ranks have ended; return their most telling exit code."""
@@ -192,24 +200,26 @@ class Ranks:
             caught = signal.sigtimedwait([*FORWARDED, signal.SIGCHLD], 1.0)
             if caught is not None and caught.si_signo != signal.SIGCHLD:
                 self.signalled = True
+                self.limit(self.grace)
                 self.send(signal.SIGTERM if caught.si_signo == signal.SIGHUP else signal.Signals(caught.si_signo))
             for pid in list(self.running):
                 done, status = os.waitpid(pid, os.WNOHANG)
                 if done:
-                    self.codes[self.running.pop(pid)] = os.waitstatus_to_exitcode(status)
-                    self.limit_others()
-            if self.deadline is not None and time.monotonic() > self.deadline:
+                    code = os.waitstatus_to_exitcode(status)
+                    self.codes[self.running.pop(pid)] = code
+                    if code in (2, INTERRUPTED):
+                        self.send(signal.SIGTERM)  # the others would only repeat the error
+                    if code:
+                        self.limit(SAVED_SECONDS if code == AGAIN else OTHERS_SECONDS)
+            if time.monotonic() > self.deadline:
                 self.send(signal.SIGKILL)
         codes = set(self.codes.values())
         return 0 if codes == {0} else next((code for code in REPORTED if code in codes), 1)
 
-    def limit_others(self) -> None:
-        """Limit the time of the remaining ranks; end them after an error that they would only repeat."""
-        code = list(self.codes.values())[-1]
-        if code in (2, INTERRUPTED):
-            self.send(signal.SIGTERM)
-        if code and self.deadline is None:
-            self.deadline = time.monotonic() + (SAVED_SECONDS if code == AGAIN else OTHERS_SECONDS)
+    def limit(self, seconds: float) -> None:
+        """Kill the ranks that are left after this time; the first limit counts."""
+        if self.deadline == math.inf:
+            self.deadline = time.monotonic() + seconds
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to the remaining ranks."""

@@ -122,11 +122,9 @@ def requeue(arguments: list[str]) -> int:
     again, why = decide(code, run, options.retries, job, restarts)
     # Recorded before the job is requeued: an attempt that is not counted could be repeated for ever.
     record_attempt(run, code, names, restarts, again, why)
-    if again:
-        why = requeue_job(job)
-        again = not why
-        if why:
-            record_attempt(run, code, names, restarts, again, why)
+    if again and (why := requeue_job(job)):
+        again = False
+        record_attempt(run, code, names, restarts, again, why)
     ended = "stopped in good order" if stopped_cleanly(code, run) else f"ended with exit code {code}"
     complain(f"job {job} {ended}; " + ("queued again" if again else f"not queued again: {why}"))
     return code

@@ -38,7 +38,7 @@ from ..runs.schema import (
     records,
 )
 from ..runs.text import align, duration
-from .slurm import ENDED, WAITING, Fingerprint, slurm_job, slurm_jobs
+from .slurm import ENDED, WAITING, Fingerprint, slurm_jobs
 
 SILENT = "Slurm does not answer here"
 JOB, LIVES, CANCELLED, FILES, SUPERVISOR = "job.json", "lives.jsonl", "cancelled", "slurm", "keeper"
@@ -98,14 +98,13 @@ def supervisor_alive(run: Path) -> bool:
     return False
 
 
-def alive(run: Path, job: Job | None, facts: Fingerprint | None = None) -> str:
-    """Return a description of a job that is queued or running; '' if it is neither. `facts`: what Slurm has answered
-    about it; None: ask Slurm."""
+def alive(run: Path, job: Job | None, facts: Fingerprint) -> str:
+    """Return a description of a job that is queued or running; '' if it is neither. `facts`: Slurm's answer."""
     if job is None:
         return ""
     if job.executor == "local":
         return f"{job} on {job.host}, which is running" if supervisor_alive(run) else ""
-    state = (slurm_job(job.id) or {} if facts is None else facts).get("JobState", "COMPLETED")
+    state = facts.get("JobState", "COMPLETED")
     return "" if state in ENDED else f"{job}, which is {state}"
 
 
@@ -277,7 +276,7 @@ def errors_of(run: Path, job: Job | None) -> list[str]:
     logs = [] if job is None else sorted(log_folder(run).glob(f"{job.id}_*_log.err"), key=age)[-3:]
     out: list[str] = []
     for path in logs:
-        if lines := tail_of(path):
+        if lines := tail_of(path)[-SHOWN:]:
             out += [f"{path}:", *(f"  {line}" for line in lines)]
     return out
 
@@ -296,16 +295,16 @@ def age(path: Path) -> float:
         return 0.0
 
 
-def tail_of(path: Path) -> list[str]:
-    """Return the last lines of a log that are not empty and not submitit's."""
+def tail_of(path: Path, start: int = 0) -> list[str]:
+    """Return the last lines of a log, after its first `start` bytes, that are not empty and not submitit's."""
     try:
         with opened(path) as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+            file.seek(max(start, os.fstat(file.fileno()).st_size - TAIL_BYTES))
             text = file.read(TAIL_BYTES).decode(errors="replace")
     except (OSError, Damaged):
         return []
     lines = [line.rstrip() for line in text.splitlines()]
-    return [line for line in lines if line and not line.startswith("submitit ")][-SHOWN:]
+    return [line for line in lines if line and not line.startswith("submitit ")]
 
 
 # As text

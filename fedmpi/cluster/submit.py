@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from ..errors import RunError, UserError, exit_code, unknown
-from ..plugins.knobs import check_bounds, knob, knobs
+from ..errors import RunError, UserError, exit_code
+from ..plugins.knobs import knob, knobs
 from ..runs import folder
 from ..runs.config import Config
 from ..runs.options import read_options
@@ -34,8 +34,6 @@ from .status import CANCELLED, FILES, JOB, Job, alive, jobs_of, newest_checkpoin
 if TYPE_CHECKING:
     from submitit.helpers import DelayedSubmission
 
-EXECUTORS = ("slurm", "local")
-MANAGERS = ("none", "pmi2", "pmix")
 SLURM_ONLY = ("partition", "time", "cpus_per_rank", "mem", "account", "qos", "constraint", "mpi", "signal_seconds")
 MINUTES, SIGNAL_SECONDS = 60, 120
 SUBMITTED = "submitted.yaml"  # the configuration as it was checked
@@ -69,9 +67,9 @@ class SubmitOptions:
     """Required node features."""
     name: str | None = None
     """Job name. Default: that of the run folder."""
-    executor: str = "slurm"
+    executor: str = knob("slurm", choices=("slurm", "local"))
     """slurm, or local: processes on this machine that keep running when the terminal is closed."""
-    mpi: str = "none"
+    mpi: str = knob("none", choices=("none", "pmi2", "pmix"))
     """How srun starts MPI ranks: none, pmi2 (MPICH) or pmix (Open MPI). Required for --comm mpi."""
     signal_seconds: int | None = knob(None, low=1)
     """Seconds before the time limit at which the run is signalled to save. Default: 120, or a quarter of the time limit
@@ -127,50 +125,37 @@ def submit(arguments: list[str]) -> int:
         given = f"'{command[0]}'" if command else "nothing"
         raise UserError(f"submit was given {given} to run; write it after the options: fedmpi submit ... -- train ...")
     check(options)
-    cfg, out = checked_run(options, command[1:])
-    [job] = hand_over(options, [(cfg, out)], home=out, command=command)
-    print(summary(options, job, shown(out)), flush=True)
+    cfg, out = checked_run(command[1:])
+    [job] = submit_runs(options, [(cfg, out)], home=out, command=command)
+    print(summary(options, job, out), flush=True)
     return 0
 
 
 def submit_runs(
-    options: SubmitOptions, runs: list[tuple[Config, Path]], home: Path, at_once: int | None = None
-) -> list[Job]:
-    """Submit runs with their folders as one job array, of which `at_once` may run at a time (None: all); return their
-    jobs. `home` is the folder that contains the runs."""
-    check(options)
-    if at_once is not None and at_once < 1:
-        raise UserError(f"the number of runs at a time is {at_once}; it must be at least 1")
-    sound = []
-    for cfg, out in runs:
-        try:
-            sound.append(checked_config(options, dataclasses.replace(cfg, out=str(out))))
-        except UserError as error:
-            raise UserError(f"run '{out.name}': {error}") from None
-    return hand_over(options, sound, home=home.absolute(), at_once=at_once)
-
-
-def hand_over(
     options: SubmitOptions,
     runs: list[tuple[Config, Path]],
     home: Path,
     at_once: int | None = None,
     command: list[str] | None = None,
 ) -> list[Job]:
-    """Check the folders of runs, make them and queue the runs; return their jobs. Nothing is queued unless all folders
-    can be used. `home` is the folder that contains the runs, or the folder of a single one; `command` is what job.json
-    records."""
+    """Make the folders of runs, given by their checked configurations, and queue them, several as one job array of
+    which `at_once` may run at a time (None: all); return their jobs. Nothing is queued unless all folders can be used.
+    `home` is the folder that contains the runs, or the folder of a single one; `command` is what job.json records."""
     if not runs:
         return []
-    check_name(home)
+    if any(cfg.comm == "mpi" for cfg, _ in runs) and options.mpi == "none":
+        kind, fix = "Slurm", "add --mpi pmi2 (MPICH) or --mpi pmix (Open MPI), or use --comm torch"
+        if options.executor == "local":
+            kind, fix = "local", "use --comm torch, or start it with mpiexec"
+        raise UserError(f"--comm is mpi but {kind} jobs start no MPI ranks by themselves; {fix}")
     outs = [out for _, out in runs]
-    if repeated := [out for out in outs if outs.count(out) > 1]:
-        raise UserError(f"several runs have the folder {repeated[0]}; give each its own")
+    for path in (home, *outs):
+        if not str(path).isprintable() or set("%\\") & set(str(path)):
+            raise UserError(f"--out {path} has a character with a special meaning for Slurm (% or \\); choose another")
     for (cfg, out), (job, facts) in zip(runs, jobs_of(outs), strict=True):
         if facts is None and options.executor == "slurm":
             raise RunError(f"Slurm does not answer about {job} of {out}, which may be queued; try again later")
         check_folder(out, cfg, alive(out, job, facts or {}))
-    check_submitit()
     submitted, files = time.time(), home / FILES
     with removed_on_error(home, files, *outs):
         folder.make(files)
@@ -178,7 +163,7 @@ def hand_over(
         if options.executor == "local":
             from .supervisor import start
 
-            jobs = [start(options, task, out) for task, out in zip(tasks, outs, strict=True)]
+            jobs = [start(options, out, task.arguments) for task, out in zip(tasks, outs, strict=True)]
         else:
             jobs = to_slurm(options, tasks, outs, home, at_once)
     for job, task, out in zip(jobs, tasks, outs, strict=True):
@@ -246,11 +231,7 @@ def prepare_folder(options: SubmitOptions, cfg: Config, out: Path) -> Train:
 
 
 def check(options: SubmitOptions) -> None:
-    """Refuse options that are out of bounds or contradict each other."""
-    check_bounds(options, prefix="")
-    for kind, given, known in (("executor", options.executor, EXECUTORS), ("--mpi", options.mpi, MANAGERS)):
-        if given not in known:
-            raise unknown(kind, given, known)
+    """Refuse options that contradict each other, or that Slurm cannot take."""
     for name in ("partition", "account", "qos", "constraint", "name"):
         value = getattr(options, name)
         if value is not None and (not value or not value.isprintable()):
@@ -276,8 +257,9 @@ def refuse_with_local(options: SubmitOptions, names: tuple[str, ...]) -> None:
         raise UserError(f"{' and '.join(given)} cannot be used with --executor local; leave it out, or use slurm")
 
 
-def checked_run(options: SubmitOptions, arguments: list[str]) -> tuple[Config, Path]:
-    """Return the configuration of a run and its folder from the arguments of `train`."""
+def checked_run(arguments: list[str]) -> tuple[Config, Path]:
+    """Return the configuration of a run, with all names looked up, and its folder from the arguments of `train`."""
+    from ..runs.build import prepare
     from ..runs.log import set_up
     from ..runs.options import parse, split_launch
 
@@ -285,29 +267,9 @@ def checked_run(options: SubmitOptions, arguments: list[str]) -> tuple[Config, P
     launch, rest = split_launch(arguments)
     if launch.ranks > 1:
         raise UserError(f"--ranks is {launch.ranks} but a job starts its own ranks; use 'submit --ranks_per_node'")
-    return checked_config(options, parse(rest))
-
-
-def checked_config(options: SubmitOptions, cfg: Config) -> tuple[Config, Path]:
-    """Return a configuration with all names looked up, and its run folder."""
-    from ..runs.build import prepare
-
-    spec = prepare(cfg)
-    if spec.cfg.comm == "mpi" and options.mpi == "none":
-        kind, fix = "Slurm", "add --mpi pmi2 (MPICH) or --mpi pmix (Open MPI), or use --comm torch"
-        if options.executor == "local":
-            kind, fix = "local", "use --comm torch, or start it with mpiexec"
-        raise UserError(f"--comm is mpi but {kind} jobs start no MPI ranks by themselves; {fix}")
+    spec = prepare(parse(rest))
     assert spec.out is not None, "a command line always has a folder"
-    out = spec.out.absolute()
-    check_name(out)
-    return spec.cfg, out
-
-
-def check_name(out: Path) -> None:
-    """Refuse a path that cannot be used in a batch script."""
-    if not str(out).isprintable() or set("%\\") & set(str(out)):
-        raise UserError(f"--out {out} has a character with a special meaning for Slurm (% or \\); choose another")
+    return spec.cfg, spec.out.absolute()
 
 
 def check_folder(out: Path, cfg: Config, busy: str) -> None:
@@ -333,17 +295,6 @@ def check_folder(out: Path, cfg: Config, busy: str) -> None:
         compare(out, about, Fingerprint(known, {}), force=False)
 
 
-def check_submitit() -> None:
-    """Raise a `UserError` if submitit cannot be imported."""
-    try:
-        import submitit  # noqa: F401
-    except ImportError as error:
-        raise UserError(
-            f"submit needs submitit, which cannot be imported ({error}); pip install submitit, or use a script of "
-            "slurm/ with sbatch"
-        ) from None
-
-
 # Output
 
 
@@ -351,14 +302,9 @@ def summary(options: SubmitOptions, job: Job, run: Path) -> str:
     """Return what was submitted, how to follow it and how to end it."""
     ranks = f"{options.ranks_per_node} rank{'' if options.ranks_per_node == 1 else 's'}"
     where = f" on each of {options.nodes} nodes" if options.nodes > 1 else ""
-    name = shlex.quote(str(run))
+    here = Path.cwd()
+    name = shlex.quote(str(run.relative_to(here) if run.is_relative_to(here) else run))
     return (
-        f"submitted {job}: {ranks}{where}\nrun folder  {run}\n"
+        f"submitted {job}: {ranks}{where}\nrun folder  {name}\n"
         f"follow it   fedmpi status {name}\n            fedmpi logs -f {name}\nend it      fedmpi cancel {name}"
     )
-
-
-def shown(path: Path) -> Path:
-    """Return a path relative to the current folder if it is below that."""
-    here = Path.cwd()
-    return path.relative_to(here) if path.is_relative_to(here) else path

@@ -40,56 +40,45 @@ class LogsOptions:
     """Print only the last lines of each log. Default: all."""
 
 
-@dataclass
-class Source:
-    """A file that grows, read line by line."""
+class Printer:
+    """Prints the lines of several files that grow under their names, like `tail`."""
 
-    path: Path
-    shown: Callable[[str], str]
-    at: int = 0
-    """bytes that were read"""
+    def __init__(self, run: Path, most: int | None) -> None:
+        self.run, self.most = run, most
+        self.at: dict[Path, int] = {}
+        """file -> bytes that were read"""
+        self.last: Path | None = None
 
-    def read(self, all_of_it: bool = False) -> list[str]:
-        """Return the new lines; an unfinished last line only if `all_of_it`."""
+    def show(self, all_of_it: bool = False) -> int:
+        """Print new lines, and of a new file its last lines; return how many."""
+        count = 0
+        paths = files_of(self.run)
+        for path in paths:
+            lines = self.read(path, all_of_it)
+            if lines and len(self.at.keys() | set(paths)) > 1 and path != self.last:
+                print(f"==> {path} <==")
+                self.last = path
+            shown = round_line(configured_rounds(self.run)) if path.name == METRICS else str
+            for text in lines:
+                print(shown(text))
+            count += len(lines)
+        print(end="", flush=True)
+        return count
+
+    def read(self, path: Path, all_of_it: bool) -> list[str]:
+        """Return the new lines of a file; an unfinished last line only if `all_of_it`."""
+        at, most = self.at.get(path, 0), None if path in self.at else self.most
         try:
-            with open(self.path, "rb") as file:
-                self.at = min(self.at, file.seek(0, 2))  # a run that is resumed writes its rounds anew
-                file.seek(self.at)
+            with open(path, "rb") as file:
+                at = min(at, file.seek(0, 2))  # a run that is resumed writes its rounds anew
+                file.seek(at)
                 new = file.read()
         except OSError:
             return []
         new = new if all_of_it else new[: new.rfind(b"\n") + 1]
-        self.at += len(new)
-        return [self.shown(line) for line in new.decode(errors="replace").splitlines()]
-
-
-class Printer:
-    """Prints the lines of several files under their names, like `tail`."""
-
-    def __init__(self, run: Path, most: int | None) -> None:
-        self.run, self.most = run, most
-        self.sources: dict[Path, Source] = {}
-        self.last: Path | None = None
-        self.several = False
-
-    def show(self, all_of_it: bool = False) -> int:
-        """Print new lines, and of a new file its last lines; return how many."""
-        paths, count = files_of(self.run), 0
-        self.several = self.several or len(paths) > 1
-        for path in paths:
-            shown = round_line(configured_rounds(self.run)) if path.name == METRICS else str
-            new = path not in self.sources
-            source = self.sources.setdefault(path, Source(path, shown))
-            lines = source.read(all_of_it)
-            lines = lines if not new or self.most is None else lines[len(lines) - min(self.most, len(lines)) :]
-            if lines and self.several and path != self.last:
-                print(f"==> {path} <==")
-                self.last = path
-            for text in lines:
-                print(text)
-            count += len(lines)
-        print(end="", flush=True)
-        return count
+        self.at[path] = at + len(new)
+        lines = new.decode(errors="replace").splitlines()
+        return lines if most is None else lines[len(lines) - min(most, len(lines)) :]
 
 
 def main(arguments: list[str]) -> int:

@@ -97,7 +97,6 @@ class DryComm(Comm):
     def __init__(self, rank: int, nodes: list[list[int]], shares: bool) -> None:
         super().__init__(rank, sum(map(len, nodes)))
         self.away = 0
-        self.alone = len(nodes) == 1
         self.mates = next(ranks for ranks in nodes if rank in ranks)
         if shares and self.size > 1:
             self.node = DryNode(self, nodes)
@@ -107,7 +106,7 @@ class DryComm(Comm):
         return lambda: None
 
     def _sum(self, x: Tensor) -> None:
-        self.away += 0 if self.alone else 2 * x.nbytes * (self.size - 1) // self.size
+        self.away += 0 if len(self.mates) == self.size else 2 * x.nbytes * (self.size - 1) // self.size
 
     def _broadcast(self, x: Tensor, root: int) -> None:
         return

@@ -9,18 +9,18 @@ import socket
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..cluster.cancel import cancel_jobs, kept, running_job, wait_until
-from ..cluster.status import JOB, Job, age, alive, in_words, jobs_of, look_at
-from ..errors import RunError, UserError, complain
+from ..cluster.cancel import cancel_jobs, kept, running_job, running_jobs, wait_until
+from ..cluster.status import JOB, age, in_words, look_at
+from ..errors import UserError, complain
 from ..experiments.runs import SWEEP, read_sweep_record, sweep_runs
 from ..experiments.sweep.local import processes
 from ..experiments.sweep.overview import Row, lines_of, rows_of, summary, table
 from ..experiments.sweep.plan import CONFIGS
-from ..runs.folder import CONFIG, METRICS, STARTS, holder
+from ..runs.folder import CONFIG, LOCK, METRICS, STARTS, holder
 from ..runs.options import flag, positional, read_options
 
 HOME = Path("runs")  # where to look for runs
@@ -84,8 +84,8 @@ def overview(home: Path) -> str:
 
 def asked_for(home: Path) -> list[Row]:
     """Return the requested runs of a sweep: those with a folder, or with a configuration to start them."""
-    there = [n for n in sweep_runs(home) if (home / n).exists() or (home / CONFIGS / f"{n}.yaml").exists()]
-    return rows_of(there, home)
+    runs = [home / name for name in sweep_runs(home)]
+    return rows_of([run for run in runs if run.exists() or (home / CONFIGS / f"{run.name}.yaml").exists()])
 
 
 def at_once(home: Path) -> int:
@@ -128,15 +128,8 @@ def newest(folder: Path) -> float:
 def listed(found: list[Path]) -> list[str]:
     """Return one line per run or sweep."""
     runs = [path for path in found if not is_sweep(path)]
-    by_home: dict[Path, list[str]] = {}
-    for path in runs:
-        by_home.setdefault(path.parent, []).append(path.name)
-    rows = {
-        home / row.name: Row(**{**vars(row), "name": str(home / row.name)})
-        for home, names in by_home.items()
-        for row in rows_of(names, home)
-    }
-    texts = dict(zip(runs, lines_of([rows[path] for path in runs]), strict=True))
+    rows = [replace(row, name=str(path)) for path, row in zip(runs, rows_of(runs), strict=True)]
+    texts = dict(zip(runs, lines_of(rows), strict=True))
     width = max(len(str(path)) for path in found)
     return [texts.get(path) or f"{str(path).ljust(width)}  sweep, {brief(path)}" for path in found]
 
@@ -170,57 +163,48 @@ def cancel(arguments: list[str]) -> int:
 def cancel_sweep(home: Path) -> None:
     """End the processes of a sweep, the jobs of its runs, and runs that have lost their sweep process."""
     runs = [home / name for name in sweep_runs(home) if (home / name).is_dir()]
-    jobs: dict[Path, Job] = {}
-    for run, (job, facts) in zip(runs, jobs_of(runs), strict=True):
-        if facts is None:
-            raise RunError(f"Slurm does not answer about {job} of {run}; check 'sinfo', then try again")
-        if job is not None and alive(run, job, facts):
-            jobs[run] = job
-    held = {run: owner for run in runs if run not in jobs and (owner := holder(run)) is not None}
-    local = end_processes(home) + (cancel_jobs(jobs) if jobs else [])
-    lone = {run: owner for run, owner in held.items() if holder(run) is not None and on_this_machine(owner)}
-    for owner in lone.values():
-        terminate(int(owner["pid"]))
-    wait_until(lambda: all(holder(run) is None for run in lone))
-    for run, owner in held.items():
-        how = "stopped" if holder(run) is None else "stopping after its current round"
-        if holder(run) is not None and not on_this_machine(owner):
-            how = f"runs on {owner.get('host')}: cancel it there"
-        local.append(f"{run}: {how}; {kept(run)}")
-    for text in local:
+    jobs = running_jobs(runs)
+    sweeps = processes(home)
+    lone = {run / LOCK: owner for run in runs if run not in jobs and (owner := holder(run)) is not None}
+    end_processes(sweeps)
+    said = cancel_jobs(jobs) if jobs else []
+    end_processes(lone)  # most of them have ended with the sweep's process
+    for lock, one in (sweeps | lone).items():
+        run, over = lock.parent, holder(lock.parent, lock.name) is None
+        if not over and not on_this_machine(one):
+            how = f"runs on {one.get('host')}: cancel it there"
+        elif lock in sweeps:
+            how = "ended" if over else "stopping, waiting for its runs"
+        else:
+            how = "stopped" if over else "stopping after its current round"
+        process = f"{home}: the sweep's process {one.get('pid')} {how}"
+        said.append(process if lock in sweeps else f"{run}: {how}; {kept(run)}")
+    for text in said:
         print(text, flush=True)
     counts = Counter(row.state for row in asked_for(home))
     states = ", ".join(f"{count} {state}" for state, count in counts.items()) or "no run started"
-    if not local:
+    if not said:
         raise UserError(f"'{home}' has no running or queued runs: {states}")
     print(f"{home}: {states}; the same 'fedmpi sweep' resumes it", flush=True)
 
 
-def end_processes(home: Path) -> list[str]:
-    """End the processes on this machine that run a sweep, with their runs; return one line about each."""
-    found = processes(home)
-    for one in filter(on_this_machine, found):
-        terminate(int(one["pid"]))
-    wait_until(lambda: not any(on_this_machine(one) for one in processes(home)))
-    left = [one["pid"] for one in processes(home)]
-    said = []
-    for one in found:
-        how = "stopping, waiting for its runs" if one["pid"] in left else "ended"
-        who = f"{home}: the sweep's process {one['pid']}"
-        said.append(f"{who} {how}" if on_this_machine(one) else f"{who} runs on {one['host']}: cancel it there")
-    return said
+def end_processes(owners: Mapping[Path, Mapping[str, Any]]) -> None:
+    """Signal the processes on this machine that hold these locks, and wait until they have ended."""
+
+    def alive_here() -> list[int]:
+        held = [owner for lock, owner in owners.items() if holder(lock.parent, lock.name) is not None]
+        return [int(owner["pid"]) for owner in held if on_this_machine(owner)]
+
+    for pid in alive_here():
+        try:
+            os.kill(pid, signal.SIGTERM)
+        except ProcessLookupError:
+            pass
+        except PermissionError:
+            complain(f"process {pid} belongs to another user")
+    wait_until(lambda: not alive_here())
 
 
 def on_this_machine(owner: Mapping[str, Any]) -> bool:
     """Return whether a process is on this machine."""
     return owner.get("host") == socket.gethostname() and isinstance(owner.get("pid"), int)
-
-
-def terminate(pid: int) -> None:
-    """Send SIGTERM to a process."""
-    try:
-        os.kill(pid, signal.SIGTERM)
-    except ProcessLookupError:
-        pass
-    except PermissionError:
-        complain(f"process {pid} belongs to another user")

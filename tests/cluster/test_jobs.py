@@ -20,7 +20,8 @@ import pytest
 import slurm_box
 from conftest import need, rank_environment
 
-from fedmpi.cluster.status import look, slurm_job, supervisor_alive
+from fedmpi.cluster.slurm import slurm_job
+from fedmpi.cluster.status import look, supervisor_alive
 from fedmpi.commands import main
 
 pytestmark = [pytest.mark.launchers, pytest.mark.timeout(800)]
@@ -129,17 +130,24 @@ def state(run: str) -> str:
     return str(look(Path(run))["state"])
 
 
-def ranks(run: str, variable: str) -> dict[str, int]:
-    """The processes of a run's ranks by their numbers."""
+def ranks(run: str) -> list[int]:
+    """The processes of a Slurm job's ranks by their numbers, or of a local job's, in the order of their start."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             words = (folder / "cmdline").read_bytes().split(b"\0")
-            if b"submitit.core._submit" in words and str(Path(run, "slurm").absolute()).encode() in words:
+            if words[0].endswith(b"python") and str(Path(run, "slurm").absolute()).encode() in b" ".join(words):
+                if b"fedmpi.cluster.supervisor" in words:
+                    return list(map(int, (folder / "task" / folder.name / "children").read_text().split()))
                 variables = dict(v.split("=", 1) for v in (folder / "environ").read_text().split("\0") if "=" in v)
-                if words[0].endswith(b"python") and variable in variables:
-                    found[variables[variable]] = int(folder.name)
-    return found
+                if b"submitit.core._submit" in words and "SLURM_PROCID" in variables:
+                    found[int(variables["SLURM_PROCID"])] = int(folder.name)
+    return [found[number] for number in sorted(found)]
+
+
+def is_set_up(pid: int) -> bool:
+    """Whether --setup has run before this process."""
+    return "SET_UP=yes" in Path(f"/proc/{pid}/environ").read_text().split("\0")
 
 
 def disturb_all(disturb: dict[str, Callable[[], Any]]) -> None:
@@ -171,7 +179,7 @@ def test_jobs_on_two_nodes_survive_whatever_happens_to_them(
         "warned": lambda: slurm("scancel", "--signal=USR2", jobs["warned"]),
         "batch": lambda: slurm("scancel", "--batch", "--signal=TERM", jobs["batch"]),
         "requeued": lambda: slurm("scontrol", "requeue", jobs["requeued"]),
-        "killed": lambda: os.kill(ranks("killed", "SLURM_PROCID")["1"], signal.SIGKILL),
+        "killed": lambda: os.kill(ranks("killed")[1], signal.SIGKILL),
         "cancelled": lambda: main(["cancel", "cancelled"]),
     }
     disturb_all(disturb)
@@ -281,19 +289,24 @@ def test_local_jobs_resume_after_a_stop_and_a_kill_and_end_when_cancelled(
     assert os.getsid(supervisor) == supervisor, "it keeps running when the terminal is closed"
 
     disturb: dict[str, Callable[[], Any]] = {
-        "kept": lambda: os.kill(ranks("kept", "SUBMITIT_LOCAL_GLOBALID")["1"], signal.SIGUSR2),
+        "kept": lambda: os.kill(ranks("kept")[1], signal.SIGUSR2),
         "dropped": lambda: main(["cancel", "dropped"]),
     }
     disturb_all(disturb)
     assert "cancelled; the checkpoint of round" in capsys.readouterr().out
-    assert state("dropped") == "cancelled" and len(starts("dropped")) == 1 and not ranks("dropped", "SET_UP")
+    assert state("dropped") == "cancelled" and len(starts("dropped")) == 1 and not ranks("dropped")
     until(lambda: len(starts("kept")) == 2 and rounds("kept") >= starts("kept")[1]["round"] + 5, "its second life")
-    os.kill(ranks("kept", "SUBMITIT_LOCAL_GLOBALID")["0"], signal.SIGKILL)
+    rank = ranks("kept")[0]
+    assert is_set_up(rank)
+    os.kill(rank, signal.SIGKILL)
     submit(capsys, "--executor", "local", run="dropped")
     for run in ("kept", "dropped"):
         until(lambda run=run: Path(run, "finished.json").exists(), f"the end of {run}")
         assert digest(Path(run)) == alone and state(run) == "finished"
     assert [life["restart"] for life in starts("kept")] == [0, 1, 2] and len(starts("dropped")) == 2
+    ends = [json.loads(line) for line in Path("kept", "lives.jsonl").read_text().splitlines()]
+    assert [end["code"] for end in ends] == [75, 1] and all(end["again"] for end in ends)
+    assert main(["logs", "kept"]) == 0 and "rank 0 of 2 was killed by SIGKILL; restarting" in capsys.readouterr().out
     rounds_before = [life["round"] for life in starts("kept")]
     assert 0 < rounds_before[1] < rounds_before[2] < ROUNDS
     until(

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("no_launch")
         ([], ["compare"], "submit was given 'compare' to run"),
         (["--nodes", "0"], ["train"], "--nodes is 0; it must be at least 1"),
         (["--nodez", "1"], ["train"], "unknown option '--nodez'; did you mean '--nodes'?"),
-        (["--executor", "slrm"], ["train"], "unknown executor 'slrm'; did you mean 'slurm'?"),
+        (["--executor", "slrm"], ["train"], "unknown --executor 'slrm'; did you mean 'slurm'?"),
         (["--mpi", "pmi3"], ["train"], "unknown --mpi 'pmi3'; did you mean 'pmix'? known: none, pmi2, pmix"),
         (["--partition", "a\nb"], ["train"], "--partition is 'a\\nb'; it must be printable text on one line"),
         ([*LOCAL, "--nodes", "2"], ["train"], "--nodes is 2 but --executor local is this machine only"),
@@ -70,11 +70,12 @@ def test_submitting_needs_sbatch_or_says_what_else_works(
     assert "sbatch and srun were not found" in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
-def test_submitting_needs_submitit_and_nothing_else_does(
+def test_submitting_to_slurm_needs_submitit_and_nothing_else_does(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "submitit", None)
-    assert main(["submit", *LOCAL, "--", "train", *TINY, "--out", str(tmp_path / "new")]) == 2
+    monkeypatch.setattr(submit.shutil, "which", lambda name: name)  # sbatch and srun
+    assert main(["submit", "--", "train", *TINY, "--out", str(tmp_path / "new")]) == 2
     assert "pip install submitit" in capsys.readouterr().err and not (tmp_path / "new").exists()
     assert main(["status", str(run)]) == 0 and main(["requeue", "0"]) == 0
 
@@ -168,16 +169,11 @@ def test_a_task_trains_and_leaves_with_the_code_of_the_run(monkeypatch: pytest.M
     assert left.value.code == 75 and heard == [["--config", "submitted.yaml"]] * 2
 
 
-def test_ranks_that_differ_ask_for_what_their_job_needs() -> None:
-    supervisor = pytest.importorskip("fedmpi.cluster.supervisor")
-    asks = {(0, 0): 0, (75, 75): 75, (0, 75): 75, (-9, 1): 137, (144, -9): 75, (2, 1): 2, (0, 1): 1}
-    assert {codes: supervisor.overall(list(codes)) for codes in asks} == asks
-
-
 def test_a_path_is_shown_as_one_would_type_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert submit.shown(tmp_path / "runs" / "a") == Path("runs/a")
-    assert submit.shown(Path("/elsewhere")) == Path("/elsewhere")
+    options, job = submit.SubmitOptions(), submit.Job("7", "slurm")
+    assert "\nrun folder  runs/a\n" in submit.summary(options, job, tmp_path / "runs" / "a")
+    assert "\nrun folder  /elsewhere\n" in submit.summary(options, job, Path("/elsewhere"))
 
 
 def test_a_job_trains_what_was_checked_whatever_becomes_of_the_files(
@@ -187,7 +183,7 @@ def test_a_job_trains_what_was_checked_whatever_becomes_of_the_files(
     Path("my.yaml").write_text("seed: 1\nrounds: 2\ndata: tiny\ndata_root: here\n")
     Path("here").mkdir()
     options = submit.SubmitOptions(time=10)
-    cfg, out = submit.checked_run(options, ["--config", "my.yaml", "--out", "run", "--model", "logistic"])
+    cfg, out = submit.checked_run(["--config", "my.yaml", "--out", "run", "--model", "logistic"])
     arguments = submit.prepare_folder(options, cfg, out).arguments
     Path("my.yaml").write_text("seed: 99\n")
     monkeypatch.chdir("/")

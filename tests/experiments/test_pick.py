@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedmpi.experiments.sweep.grid import Choose, Point, Stop, Sweep, points
-from fedmpi.experiments.sweep.pick import behind, due, excluded, in_words, pick, quantile
+from fedmpi.experiments.sweep.pick import Pruner, due, in_words, pick, quantile
 from fedmpi.runs.config import Config
 
 AXES = {
@@ -22,6 +22,15 @@ AXES = {
 
 def sweep(choose: Choose | None, stop: Stop | None = None, seeds: tuple[int, ...] = (0,)) -> Sweep:
     return Sweep("s", axes=AXES, seeds=seeds, choose=choose, stop=stop)
+
+
+def behind(point: Point, found: list[Point], home: Path, one: Sweep) -> str:
+    assert one.choose is not None and one.stop is not None
+    return Pruner(one, found, home).behind(point, one.choose, one.stop)
+
+
+def excluded(point: Point, found: list[Point], home: Path, one: Sweep) -> str:
+    return Pruner(one, found, home).why(point)
 
 
 def write_run(home: Path, point: Point, losses: list[float], scores: list[float], finished: bool = True) -> None:

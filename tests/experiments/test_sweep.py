@@ -357,7 +357,7 @@ def test_nothing_is_started_where_something_is_wrong(tmp_path: Path, capsys: pyt
     file = write(tmp_path)
     assert "must be different" in says(file, "--seeds", "1", "1", "--out", home)
     assert "--jobs is 0" in says(file, "--jobs", "0", "--out", home)
-    assert "unknown executor 'slrum'" in says(file, "--executor", "slrum", "--out", home)
+    assert "unknown --executor 'slrum'" in says(file, "--executor", "slrum", "--out", home)
     assert "--partition cannot be used" in says(file, "--partition", "x", "--out", home)
     assert "--retries and --watch cannot be used" in says(file, "--watch", "--retries", "1", "--out", home)
     assert "run 'mean_s0': --comm is mpi" in says(file, "--set", "comm=mpi", "--out", home)

@@ -279,7 +279,7 @@ def test_a_sweep_sets_the_knobs_of_the_plug_ins_that_it_names(tmp_path: Path) ->
     file = tmp_path / "damped.yaml"
     file.write_text("base: {local.rule: 'own:damped'}\ngrid: {local.damping: [0.2, 0.7]}\nseeds: 1\n")
     sweep = changed(read_sweep(str(file)), ["local.times=2"])
-    local = [from_values(point.values).local for point in points(sweep)]
+    local = [from_values(point.knobs).local for point in points(sweep)]
     assert [(vars(one)["damping"], vars(one)["times"]) for one in local] == [(0.2, 2), (0.7, 2)]
     file.write_text("base: {local.rule: 'own:damped'}\ngrid: {local.dampin: [0.2]}\nseeds: 1\n")
     with pytest.raises(UserError, match=r"unknown option 'local.dampin' in grid; did you mean 'local.damping'\?"):

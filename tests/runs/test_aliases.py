@@ -215,5 +215,5 @@ def test_a_sweep_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     text = f"base: {{config: {old_file(tmp_path)}, log: wandb}}\ngrid: {{tau: [0.1, 0.2]}}\n"
     (tmp_path / "sweep.yaml").write_text(text)
     sweep = read_sweep(str(tmp_path / "sweep.yaml"))
-    assert [point.values["log_to"] for point in points(sweep)] == ["wandb", "wandb"] and "log" not in sweep.base
-    assert [point.values["log_to"] for point in points(changed(sweep, ["log=none"]))] == ["none", "none"]
+    assert [point.knobs["log_to"] for point in points(sweep)] == ["wandb", "wandb"] and "log" not in sweep.base
+    assert [point.knobs["log_to"] for point in points(changed(sweep, ["log=none"]))] == ["none", "none"]

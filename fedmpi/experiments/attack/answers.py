@@ -5,6 +5,7 @@ For sequences, the loss of a sample is the mean over its positions, and the outp
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +16,9 @@ from ...data import Ints
 from ...data.objective import Objective, cross_entropy, squared_error
 from ...errors import RunError, UserError, one_line
 from .attackers import Floats
-from .rebuild import Rebuilt
+from .rebuild import AGAIN, Rebuilt
+
+NEAR = 1e-3  # relative tolerance: rounding differs between machines
 
 
 @dataclass(frozen=True)
@@ -77,11 +80,17 @@ def exact_cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
     return torch.logaddexp(torch.zeros_like(others), others - outputs.gather(-1, place).squeeze(-1))
 
 
-def scored_loss(rebuilt: Rebuilt, asked: Ints, answers: Answers) -> float:
-    """Return the mean loss on the test samples that the run was scored on; evaluate those not in `asked`."""
+def check_score(rebuilt: Rebuilt, asked: Ints, answers: Answers) -> None:
+    """Refuse a model whose mean loss on the test samples that the run was scored on differs from the recorded one: data
+    or code have changed. `asked`: samples whose answers are known; others are evaluated."""
     losses, scored = np.full(rebuilt.data.tests, np.nan), rebuilt.scored
     losses[asked] = answers.losses
     missing = np.setdiff1d(scored, asked)
     if len(missing):
         losses[missing] = ask(rebuilt, missing, test=True).losses
-    return float(losses[scored].mean())
+    loss, recorded = float(losses[scored].mean()), rebuilt.run.finished.get("test_loss")
+    if isinstance(recorded, int | float) and not math.isclose(loss, recorded, rel_tol=NEAR, abs_tol=NEAR / 10):
+        raise UserError(
+            f"the model of '{rebuilt.run.folder}' has a test loss of {loss:.6g} on '{rebuilt.data.name}', but had "
+            f"{recorded:.6g} when it was trained: the data or the model's code have changed{AGAIN}"
+        )

@@ -25,7 +25,7 @@ from ... import __version__
 from ...cohort import draw
 from ...comm.env import Place, available_cores
 from ...data import Ints
-from ...errors import UserError, reason, unknown
+from ...errors import UserError, reason
 from ...plugins.knobs import check_bounds, knob
 from ...runs.build import NOTHING, Overrides
 from ...runs.folder import ATTACK, write
@@ -35,12 +35,11 @@ from ...runs.run import settle, undisturbed
 from ...runs.text import align
 from ...seeds import attack_generator
 from ..runs import find_runs, read_run
-from .answers import Answers, ask, scored_loss
+from .answers import Answers, ask, check_score
 from .attackers import Floats, cheapest, contest, logistic
-from .rebuild import Rebuilt, check_score, config_of, finished, rebuild, untrained
+from .rebuild import Rebuilt, config_of, finished, rebuild, untrained
 
 ABOUT = "Attack finished runs by membership inference: how well do a model's outputs reveal what it was trained on?"
-MEMBERS = ("all", "trained")
 FEATURES: dict[str, Callable[[Floats], Floats]] = {
     "logits": lambda answers: answers,
     "sorted": lambda answers: -np.sort(-answers, axis=1),
@@ -56,9 +55,9 @@ BEFORE = ", before"  # marks results of the untrained model
 class AttackSettings:
     """The settings of an attack."""
 
-    members: str = "all"
+    members: str = knob("all", choices=("all", "trained"))
     """all (every sample of a client) or trained (samples of clients that took part in a round)."""
-    features: str = "logits"
+    features: str = knob("logits", choices=FEATURES)
     """Input of the logistic regression: logits (as the papers do) or sorted (logits by size)."""
     samples: int = knob(10_000, low=2)
     """Maximum number of members, and of others; both sides get equally many."""
@@ -92,14 +91,12 @@ def main(arguments: list[str]) -> int:
     asked = read_options(AttackOptions, arguments, "attack", ABOUT, usage="RUN [RUN ...] [options]")
     if not asked.runs:
         raise UserError("attack was given no run folder; name one or more: fedmpi attack RUN [RUN ...]")
-    settings = AttackSettings(**{f.name: getattr(asked, f.name) for f in dataclasses.fields(AttackSettings)})
-    check(settings)
     set_up(rank=0, size=1)
     folders = [finished(run).folder for run in find_runs([Path(name) for name in asked.runs])]
     longest = max(len(str(folder)) for folder in [COLUMNS[0], *folders])
-    widths = (longest, len("logits" + BEFORE * settings.control), *WIDTHS)
+    widths = (longest, len("logits" + BEFORE * asked.control), *WIDTHS)
     for number, folder in enumerate(folders):
-        found = attack_run(folder, asked.data_root, settings)
+        found = attack_run(folder, asked.data_root, asked)
         if asked.json:
             print(json.dumps({"run": str(folder)} | found), flush=True)
         else:
@@ -108,20 +105,12 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def check(settings: AttackSettings) -> None:
-    """Refuse options out of bounds and unknown names."""
-    check_bounds(settings, prefix="")
-    for kind, name, known in (("--members", settings.members, MEMBERS), ("--features", settings.features, FEATURES)):
-        if name not in known:
-            raise unknown(kind, name, known)
-
-
 def attack_run(
     folder: Path, data_root: str | None = None, settings: AttackSettings = USUAL, given: Overrides = NOTHING
 ) -> dict[str, Any]:
     """Attack the finished run in a folder; return the results, and write them there as attack.json. The caller's
     random state and threads are restored. `given`: the data and the model, if the run got them as Python objects."""
-    check(settings)
+    check_bounds(settings, prefix="")
     with undisturbed():
         run = finished(read_run(folder))
         cfg = config_of(run, data_root)
@@ -142,7 +131,7 @@ def attack(rebuilt: Rebuilt, settings: AttackSettings) -> dict[str, Any]:
     before = untrained(rebuilt) if settings.control else None
     inside, outside = choose(members_of(rebuilt, settings.members), rebuilt, settings)
     others = ask(rebuilt, outside, test=True)
-    check_score(rebuilt, scored_loss(rebuilt, outside, others))
+    check_score(rebuilt, outside, others)
     members = ask(rebuilt, inside, test=False)
     control = None
     if before is not None:
@@ -169,9 +158,8 @@ def attack(rebuilt: Rebuilt, settings: AttackSettings) -> dict[str, Any]:
 
 def duel(members: Answers, others: Answers, settings: AttackSettings) -> dict[str, Any]:
     """Return the scores of both attackers; None for the logistic regression if the outputs are too wide for it."""
-    values, losses = (
-        np.concatenate(pair) for pair in ((members.values, others.values), (members.losses, others.losses))
-    )
+    values = np.concatenate([members.values, others.values])
+    losses = np.concatenate([members.losses, others.losses])
     narrow = values.shape[1] <= WIDEST
     draws = settings.repeats, settings.seed
     return {
@@ -228,13 +216,9 @@ def rows(folder: Path, found: dict[str, Any], widths: Sequence[int]) -> str:
     for part, suffix, more in ((found, "", results), (found["control"] or {}, BEFORE, ["-"] * len(results))):
         for name, verdict in ((found["features"], part.get("logistic")), ("loss", part.get("loss"))):
             if verdict is not None:
-                lines.append((str(folder), name + suffix, *cells(verdict), *more))
+                low, high = verdict["interval"]
+                deviation = "-" if verdict["deviation"] is None else f"{verdict['deviation']:.4f}"
+                scores = [f"{verdict['accuracy']:.4f}", deviation, f"{low:.4f} - {high:.4f}"]
+                scores += [f"{verdict[key]:.4f}" for key in ("auc", "advantage", "tpr_at_1_fpr")]
+                lines.append((str(folder), name + suffix, *scores, *more))
     return "\n".join(align(lines, SIDES, widths))
-
-
-def cells(verdict: dict[str, Any]) -> list[str]:
-    """Return the cells of an attacker's scores."""
-    low, high = verdict["interval"]
-    deviation = "-" if verdict["deviation"] is None else f"{verdict['deviation']:.4f}"
-    others = [f"{verdict[key]:.4f}" for key in ("auc", "advantage", "tpr_at_1_fpr")]
-    return [f"{verdict['accuracy']:.4f}", deviation, f"{low:.4f} - {high:.4f}", *others]

@@ -7,19 +7,17 @@ Everything is checked before the first run starts.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ...cluster.submit import SubmitOptions, refuse_with_local
 from ...cluster.submit import check as check_options
 from ...errors import AGAIN, UserError, complain
 from ...plugins.knobs import knob
-from ...runs.config import Config
 from ...runs.options import flag, positional, read_options, several
 from ..runs import pairing
-from .grid import Point
 from .overview import Screen, rows_of, table
-from .pick import CHOSEN, in_words, pick, record
+from .pick import CHOSEN, in_words, pick
 from .plan import LOGS, SweepPlan, all_points, describe, make_plan, write_file
 from .sweepfile import changed, narrowed, read_sweep
 
@@ -34,7 +32,7 @@ ARRAY_ONLY = ("name", "gpus_per_node", "retries", "setup", "watch")  # in additi
 class SweepOptions(SubmitOptions):
     """The options of `fedmpi sweep`."""
 
-    executor: str = "local"
+    executor: str = knob("local", choices=("local", "slurm"))
     """local: on this machine; slurm: as one job array."""
     jobs: int | None = knob(None, low=1, high=10_000)
     """Runs at a time. Default: one on this machine, all of them on Slurm."""
@@ -63,11 +61,13 @@ def main(arguments: list[str]) -> int:
     screen = Screen()
     if options.dry_run:
         for point in plan.points:
-            screen.say(f"{point.name}  {in_short(point, plan.configs[point.name])}")
+            rest = [f"{axis} {label}" for axis, label in point.labels.items() if axis not in ("algorithm", "mask")]
+            rules = pairing(point.labels, vars(plan.configs[point.name]), taus=True)
+            screen.say(f"{point.name}  {', '.join([rules, *rest, f'seed {point.seed}'])}")
         screen.say(f"{len(plan.points)} runs in {plan.home}{plan.threads_text}; nothing was started")
         return 0
     if options.status:
-        screen.say(table(rows_of(plan.names, plan.home), options.jobs or 1))
+        screen.say(table(rows_of(plan.runs), options.jobs or 1))
         return 0
     describe(plan)
     if options.executor == "slurm":
@@ -132,17 +132,13 @@ def fetch_data(plan: SweepPlan) -> None:
             raise UserError(f"run '{name}': {error}") from None
 
 
-def in_short(point: Point, cfg: Config) -> str:
-    """Return the labels of a point, including its algorithm and mask."""
-    rest = [f"{axis} {label}" for axis, label in point.labels.items() if axis not in ("algorithm", "mask")]
-    return ", ".join([pairing(point.labels, vars(cfg), taus=True), *rest, f"seed {point.seed}"])
-
-
 def conclude(plan: SweepPlan, screen: Screen) -> int:
     """Choose the best labels if the file has `choose`, and report what is left; return the exit code."""
     choices = pick(plan.sweep, all_points(plan), plan.home)
     if (rule := plan.sweep.choose) is not None:
-        write_file(plan.home / CHOSEN, json.dumps(record(choices, rule), indent=2) + "\n")
+        cells = [asdict(choice) for choice in choices]
+        record = {"by": rule.by, "last": rule.last, "over": list(rule.over), "cells": cells}
+        write_file(plan.home / CHOSEN, json.dumps(record, indent=2) + "\n")
         masks = {name: str(cfg.mask) for name, cfg in plan.configs.items()}
         screen.say(in_words(choices, rule, masks))
     left = [point.name for point in plan.left]

@@ -7,6 +7,7 @@ the axes, then of every `where` that applies to it; later ones win. The file for
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, is_dataclass
@@ -34,9 +35,6 @@ class Where:
 
     labels: dict[str, frozenset[str]]
     knobs: Knobs
-
-    def holds(self, labels: Mapping[str, str]) -> bool:
-        return all(labels[axis] in wanted for axis, wanted in self.labels.items())
 
 
 @dataclass(frozen=True)
@@ -94,18 +92,12 @@ class Point:
     labels: dict[str, str]
     seed: int
     knobs: Knobs
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """Return its settings as a tree, as in a configuration file."""
-        return nested(self.knobs | {"seed": self.seed})
+    """with the seed"""
 
 
 def points(sweep: Sweep) -> list[Point]:
     """Return the runs of a sweep: all of the first seed, then all of the next."""
-    count = len(sweep.seeds)
-    for variants in sweep.axes.values():
-        count *= len(variants)
+    count = len(sweep.seeds) * math.prod(map(len, sweep.axes.values()))
     if count > MOST_RUNS:
         raise UserError(f"sweep '{sweep.name}' has {count:,} runs; it may have at most {MOST_RUNS:,}")
     found: dict[str, Point] = {}
@@ -116,12 +108,13 @@ def points(sweep: Sweep) -> list[Point]:
         for axis, label in labels.items():
             own |= sweep.axes[axis][label]
         for one in sweep.where:
-            own |= one.knobs if one.holds(labels) else {}
+            if all(labels[axis] in wanted for axis, wanted in one.labels.items()):
+                own |= one.knobs
         name = folder_name(sweep, labels, seed)
         if name in found:
             raise UserError(f"two runs of sweep '{sweep.name}' would have the folder '{name}'; change their labels")
         refuse_renaming(name, sweep, own)
-        found[name] = Point(name, labels, seed, sweep.base | own)
+        found[name] = Point(name, labels, seed, sweep.base | own | {"seed": seed})
     return list(found.values())
 
 
@@ -153,21 +146,3 @@ def folder_name(sweep: Sweep, labels: Mapping[str, str], seed: int) -> str:
 def label_of(value: Any) -> str:
     """Return a value as a label."""
     return yaml.safe_dump(value).split("\n")[0] if value is None or isinstance(value, bool) else str(value)
-
-
-def flat(tree: Mapping[str, Any], prefix: str = "") -> Knobs:
-    """Return a tree of settings by dotted names."""
-    found: Knobs = {}
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        found |= flat(value, f"{name}.") if name in GROUPS and isinstance(value, dict) else {name: value}
-    return found
-
-
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with dotted names as a tree."""
-    tree: dict[str, Any] = {}
-    for name, value in values.items():
-        group, _, own = name.rpartition(".")
-        (tree.setdefault(group, {}) if group else tree)[own] = value
-    return tree

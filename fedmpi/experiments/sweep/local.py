@@ -54,47 +54,38 @@ class Process:
     signalled: bool = False  # whether it was signalled because the sweep ends
 
     @property
-    def finished(self) -> bool:
-        return (self.run / FINISHED).exists()
-
-    @property
-    def stopped(self) -> bool:
-        return stopped_cleanly(self.process.returncode, self.run)
-
-    @property
-    def interrupted(self) -> bool:
-        """Return whether it was signalled at its start, before it could save. A failure leaves an error message."""
-        ours = self.signalled and not self.finished and not self.stopped
-        return ours and not last_line(self.log, self.logged).startswith("fedmpi: ")
+    def state(self) -> str:
+        """Return how it has ended. If it was signalled at its start, before it could save, it was interrupted; a
+        failure leaves an error message."""
+        if (self.run / FINISHED).exists():
+            return "finished"
+        if self.why:
+            return "given up"
+        if stopped_cleanly(self.process.returncode, self.run):
+            return "stopped"
+        failed = not self.signalled or last_line(self.log, self.logged).startswith("fedmpi: ")
+        return "failed" if failed else "interrupted"
 
     @property
     def may_restart(self) -> bool:
         """Return whether it failed and has saved a new checkpoint since its start."""
-        wanted = not (self.finished or self.stopped or self.why or self.signalled)
         wasted = 0 if (newest_checkpoint(self.run) or 0) > self.saved else 1
-        return wanted and may_restart(self.process.returncode, wasted=wasted, limit=1)
-
-    @property
-    def state(self) -> str:
-        """Return the state in which it has ended."""
-        if self.finished:
-            return "finished"
-        return "given up" if self.why else "stopped" if self.stopped or self.interrupted else "failed"
+        failed = self.state == "failed" and not self.signalled
+        return failed and may_restart(self.process.returncode, wasted=wasted, limit=1)
 
     def in_words(self, row: Row) -> str:
         """Return one line about how it has ended."""
-        if self.finished:
-            took = f" in {duration(row.minutes)}" if row.minutes else ""
-            score = f", {row.metric} {row.value:.4f}" if row.value is not None else ""
-            return f"{row.name} finished: {row.round} rounds{took}{score}"
-        if self.why:
-            return f"{row.name} given up after round {row.round}: {self.why}"
-        if self.stopped:
-            return f"{row.name} stopped after round {row.round}"
-        if self.interrupted:
-            return f"{row.name} interrupted during its start; the same command resumes it"
+        took = f" in {duration(row.minutes)}" if row.minutes else ""
+        score = f", {row.metric} {row.value:.4f}" if row.value is not None else ""
         message = last_line(self.log, self.logged) or "no error message"
-        return f"{row.name} failed with exit code {self.process.returncode}: {message}"
+        texts = {
+            "finished": f"finished: {row.round} rounds{took}{score}",
+            "given up": f"given up after round {row.round}: {self.why}",
+            "stopped": f"stopped after round {row.round}",
+            "interrupted": "interrupted during its start; the same command resumes it",
+            "failed": f"failed with exit code {self.process.returncode}: {message}",
+        }
+        return f"{row.name} {texts[self.state]}"
 
 
 class LocalSweep:
@@ -184,16 +175,17 @@ class LocalSweep:
             if one.process.poll() is None:
                 continue
             del self.running[name]
-            if not one.finished and folder.holder(one.run) is not None:  # another process was faster
+            if one.state != "finished" and folder.holder(one.run) is not None:  # another process was faster
                 self.elsewhere.append(name)
             elif one.may_restart:
                 code = one.process.returncode
                 self.screen.say(f"{name} ended with exit code {code}; restarting from its checkpoint")
                 self.waiting.insert(0, name)
             else:
-                self.rows[name] = self.row(name, one.state)
+                interrupted = one.state == "interrupted"  # that is no failure
+                self.rows[name] = self.row(name, "stopped" if interrupted else one.state)
                 self.screen.say(one.in_words(self.rows[name]))
-                if one.interrupted and (one.run / CONFIG).exists():  # that is no failure
+                if interrupted and (one.run / CONFIG).exists():
                     folder.add_stop(one.run, newest_checkpoint(one.run) or 0, "interruption", {})
 
     def look(self) -> None:
@@ -265,7 +257,7 @@ def announced(home: Path) -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
-def processes(home: Path) -> list[Mapping[str, Any]]:
-    """Return the processes that run a sweep now; files left by killed ones do not count."""
-    found = (folder.holder(home, path.name) for path in sorted(home.glob(f"{PREFIX}*")))
-    return [one for one in found if one and {"host", "pid"} <= one.keys()]
+def processes(home: Path) -> dict[Path, Mapping[str, Any]]:
+    """Return the processes that run a sweep now, by their lock files; those left by killed ones do not count."""
+    found = {path: folder.holder(home, path.name) for path in sorted(home.glob(f"{PREFIX}*"))}
+    return {path: one for path, one in found.items() if one and {"host", "pid"} <= one.keys()}

@@ -8,14 +8,14 @@ from __future__ import annotations
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TextIO
 
-from ...cluster.status import JOB, progress, states_of
+from ...cluster.status import JOB, progress, states_of, tail_of
 from ...errors import FileError, silence
 from ...runs.folder import CONFIG, read_json
 from ...runs.schema import read_yaml
@@ -46,15 +46,14 @@ class Row:
     threads: int | None = None  # per rank
 
 
-def rows_of(names: Iterable[str], folder: Path) -> list[Row]:
-    """Return the status of the runs of a sweep, by their names. A run without a run folder has failed if its log has an
-    error message: it could not make one."""
-    runs = [folder / name for name in names]
+def rows_of(runs: Sequence[Path]) -> list[Row]:
+    """Return the status of runs. One of a sweep without a run folder has failed if its log has an error message: it
+    could not make one."""
     begun = [run for run in runs if (run / CONFIG).exists() or (run / JOB).exists()]
     states = dict(zip(begun, states_of(begun), strict=True))
     for run in runs:
         if run not in states:
-            why = last_line(folder / LOGS / f"{run.name}.log")
+            why = last_line(run.parent / LOGS / f"{run.name}.log")
             states[run] = ("failed", why) if why else ("waiting", "")
     return [row_of(run, *states[run]) for run in runs]
 
@@ -66,8 +65,6 @@ def row_of(run: Path, state: str, why: str) -> Row:
     config = config_of(run)
     label = pairing({}, config, taus=True) if config else ""
     row = Row(run.name, state, why, label=label, threads=config.get("threads"))
-    if not (run / CONFIG).exists() and not (run / JOB).exists():
-        return row
     try:
         seen = progress(run, state)
     except FileError as error:
@@ -88,13 +85,7 @@ def config_of(run: Path) -> dict[str, Any]:
 def last_line(log: Path, start: int = 0) -> str:
     """Return the last line of a log after its first `start` bytes, or fedmpi's own error message if there is one:
     launchers print a lot after it."""
-    try:
-        with open(log, "rb") as file:
-            file.seek(start)
-            text = file.read().decode(errors="replace")
-    except OSError:
-        return ""
-    lines = [line.strip() for line in text.split("\n") if line.strip()]
+    lines = tail_of(log, start)
     return next((line for line in reversed(lines) if line.startswith("fedmpi: ")), lines[-1] if lines else "")
 
 

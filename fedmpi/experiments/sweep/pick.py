@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from ...runs.folder import FINISHED
 from ..measures import Measure, measure
@@ -22,6 +21,7 @@ from .grid import Choose, Point, Stop, Sweep
 GIVEN_UP, CHOSEN = "given-up.json", "chosen.json"
 FEWEST = 2  # rivals that a run must be compared with
 Labels = dict[str, str]
+Key = tuple[tuple[str, str], ...]  # labels as a key of a dict
 
 
 @dataclass(frozen=True)
@@ -54,17 +54,19 @@ def pick(sweep: Sweep, points: list[Point], folder: Path) -> list[Choice]:
     rule = sweep.choose
     if rule is None:
         return []
-    cells: dict[tuple[tuple[str, str], ...], dict[tuple[tuple[str, str], ...], list[Point]]] = {}
+    cells: dict[Key, dict[Key, list[Point]]] = {}
     for point in points:
-        outside = {k: v for k, v in point.labels.items() if k not in (*rule.over, *rule.share)}
-        inside = {axis: point.labels[axis] for axis in rule.over}
-        cells.setdefault(tuple(outside.items()), {}).setdefault(tuple(inside.items()), []).append(point)
+        cell, inside = others(point, (*rule.over, *rule.share)), {axis: point.labels[axis] for axis in rule.over}
+        cells.setdefault(tuple(cell.items()), {}).setdefault(tuple(inside.items()), []).append(point)
     return [make_choice(dict(cell), tried, rule, folder) for cell, tried in cells.items()]
 
 
-def make_choice(
-    cell: Labels, tried: dict[tuple[tuple[str, str], ...], list[Point]], rule: Choose, folder: Path
-) -> Choice:
+def others(point: Point, axes: tuple[str, ...]) -> Labels:
+    """Return the labels of a point on all other axes than these."""
+    return {axis: label for axis, label in point.labels.items() if axis not in axes}
+
+
+def make_choice(cell: Labels, tried: dict[Key, list[Point]], rule: Choose, folder: Path) -> Choice:
     """Return the best labels of one cell."""
     found, rises = [], False
     for labels, points in tried.items():
@@ -76,11 +78,6 @@ def make_choice(
     ended = [one for one in found if one.value is not None]
     best = (max if rises else min)(ended, key=lambda one: one.value or 0.0, default=None)
     return Choice(cell, best.labels if best else None, found)
-
-
-def record(choices: list[Choice], rule: Choose) -> dict[str, Any]:
-    """Return the content of chosen.json."""
-    return {"by": rule.by, "last": rule.last, "over": list(rule.over), "cells": [asdict(choice) for choice in choices]}
 
 
 def in_words(choices: list[Choice], rule: Choose, masks: Mapping[str, str]) -> str:
@@ -108,66 +105,67 @@ class Pruner:
     """Decides which runs of a sweep are given up, and compares each run once per round of comparison."""
 
     def __init__(self, sweep: Sweep, points: list[Point], folder: Path) -> None:
-        self.sweep, self.points, self.folder = sweep, points, folder
+        self.rule, self.stop, self.points, self.folder = sweep.choose, sweep.stop, points, folder
         self.compared: dict[str, int] = {}
         """run -> the round at which it was last compared"""
 
     def why(self, point: Point, round: int = 0) -> str:
         """Return why a run that has completed this many rounds is given up; '' if it is not."""
-        why = excluded(point, self.points, self.folder, self.sweep)
-        at = 0 if self.sweep.stop is None else due(round, self.sweep.stop)
-        if at > self.compared.get(point.name, 0):
+        if self.rule is None:
+            return ""
+        why = self.excluded(point, self.rule)
+        at = 0 if self.stop is None else due(round, self.stop)
+        if self.stop is not None and at > self.compared.get(point.name, 0):
             self.compared[point.name] = at
-            why = why or behind(point, self.points, self.folder, self.sweep)
+            why = why or self.behind(point, self.rule, self.stop)
         return why
+
+    def excluded(self, point: Point, rule: Choose) -> str:
+        """Return which run with the same labels was given up, so that they cannot be chosen; '' if none was."""
+        given_up = self.rivals(point, rule)[labels_over(point, rule)]
+        return f"{given_up} was given up and has the same labels to choose from" if given_up else ""
+
+    def behind(self, point: Point, rule: Choose, stop: Stop) -> str:
+        """Return in what a run is behind most others of its cell and seed, at the last round of comparison that it and
+        enough of them have reached; '' if it is not behind, or has the last labels that can still be chosen."""
+        left = [labels for labels, given_up in self.rivals(point, rule).items() if not given_up]
+        if left == [labels_over(point, rule)] or not left or not is_run(self.folder / point.name):
+            return ""
+        run = read_run(self.folder / point.name)
+        same = [p for p in self.points if p.seed == point.seed and others(p, rule.over) == others(point, rule.over)]
+        folders = [self.folder / p.name for p in same if p.name != point.name]
+        reached = [read_run(folder) for folder in folders if is_run(folder)]
+        furthest = sorted((rounds_of(one) for one in reached), reverse=True)
+        at = due(min(rounds_of(run), furthest[FEWEST - 1]), stop) if len(reached) >= FEWEST else 0
+        if not at:
+            return ""
+        judged = judge(rule)
+        sign = -1 if judged.rises(run) else 1  # so that smaller is better
+        values = [sign * standing(one, at, judged) for one in reached if rounds_of(one) >= at]
+        own, bar = sign * standing(run, at, judged), quantile(values, 1 - stop.quantile)
+        if own <= bar and (own < math.inf or min(values) == math.inf):
+            return ""
+        value = "not finite" if own == math.inf else f"{sign * own:.4f}"
+        return (
+            f"{judged.name} was {value} by round {at}, behind {sign * bar:.4f}, which is level with "
+            f"{stop.quantile:.0%} of {len(values)} others"
+        )
+
+    def rivals(self, point: Point, rule: Choose) -> dict[tuple[str, ...], str]:
+        """Return the labels that compete with those of a point, and its own, each with a run of theirs that was given
+        up, '' if none was: whatever their seeds and the labels that share a choice."""
+        kept = (*rule.over, *rule.share)
+        found: dict[tuple[str, ...], str] = {}
+        for p in self.points:
+            if others(p, kept) == others(point, kept):
+                given_up = p.name if was_given_up(self.folder / p.name) else ""
+                found[labels_over(p, rule)] = given_up or found.get(labels_over(p, rule), "")
+        return found
 
 
 def due(round: int, stop: Stop) -> int:
     """Return the last round up to this one at which runs are compared; 0: none yet."""
     return 0 if round < stop.after else stop.after + (round - stop.after) // stop.every * stop.every
-
-
-def excluded(point: Point, points: list[Point], folder: Path, sweep: Sweep) -> str:
-    """Return which run with the same labels was given up, so that they cannot be chosen; '' if none was."""
-    if sweep.choose is None:
-        return ""
-    given_up = given_up_labels(point, points, folder, sweep.choose).get(labels_over(point, sweep.choose))
-    return f"{given_up} was given up and has the same labels to choose from" if given_up else ""
-
-
-def behind(point: Point, points: list[Point], folder: Path, sweep: Sweep) -> str:
-    """Return in what a run is behind most others of its cell and seed, at the last round of comparison that it and
-    enough of them have reached; '' if it is not behind, or has the last labels that can still be chosen."""
-    rule, stop = sweep.choose, sweep.stop
-    if rule is None or stop is None or not is_run(folder / point.name):
-        return ""
-    out = given_up_labels(point, points, folder, rule)
-    if {labels_over(p, rule) for p in points if same_choice(p, point, rule)} - out.keys() <= {labels_over(point, rule)}:
-        return ""
-    run = read_run(folder / point.name)
-    rivals = [p for p in points if p.seed == point.seed and p.name != point.name and same_cell(p, point, rule)]
-    reached = [read_run(folder / p.name) for p in rivals if is_run(folder / p.name)]
-    furthest = sorted((rounds_of(one) for one in reached), reverse=True)
-    at = due(min(rounds_of(run), furthest[FEWEST - 1]), stop) if len(reached) >= FEWEST else 0
-    if not at:
-        return ""
-    judged = judge(rule)
-    sign = -1 if judged.rises(run) else 1  # so that smaller is better
-    values = [sign * standing(one, at, judged) for one in reached if rounds_of(one) >= at]
-    own, bar = sign * standing(run, at, judged), quantile(values, 1 - stop.quantile)
-    if own <= bar and (own < math.inf or min(values) == math.inf):
-        return ""
-    value = "not finite" if own == math.inf else f"{sign * own:.4f}"
-    return (
-        f"{judged.name} was {value} by round {at}, behind {sign * bar:.4f}, which is level with {stop.quantile:.0%} of "
-        f"{len(values)} others"
-    )
-
-
-def given_up_labels(point: Point, points: list[Point], folder: Path, rule: Choose) -> dict[tuple[str, ...], str]:
-    """Return the excluded labels among the rivals of a point, each with a run of theirs that was given up."""
-    rivals = [p for p in points if same_choice(p, point, rule)]
-    return {labels_over(p, rule): p.name for p in rivals if was_given_up(folder / p.name)}
 
 
 def was_given_up(run: Path) -> bool:
@@ -178,12 +176,6 @@ def was_given_up(run: Path) -> bool:
 def labels_over(point: Point, rule: Choose) -> tuple[str, ...]:
     """Return the labels of a point that are chosen from."""
     return tuple(point.labels[axis] for axis in rule.over)
-
-
-def same_choice(one: Point, other: Point, rule: Choose) -> bool:
-    """Return whether two points compete, whatever their seeds and the labels that share a choice."""
-    kept = (*rule.over, *rule.share)
-    return all(one.labels[axis] == label for axis, label in other.labels.items() if axis not in kept)
 
 
 def rounds_of(run: Run) -> int:
@@ -197,17 +189,9 @@ def standing(run: Run, at: int, judged: Measure) -> float:
     return value if value is not None else -math.inf if judged.rises(run) else math.inf
 
 
-def same_cell(one: Point, other: Point, rule: Choose) -> bool:
-    """Return whether two points differ only in what is chosen from."""
-    return all(one.labels[axis] == label for axis, label in other.labels.items() if axis not in rule.over)
-
-
 def quantile(values: list[float], share: float) -> float:
     """Return the quantile of the values, interpolated linearly."""
     ordered = sorted(values)
     place = share * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    if place == low or ordered[low] == ordered[high]:  # infinite values cannot be interpolated
-        return ordered[low]
-    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+    low, high = ordered[int(place)], ordered[math.ceil(place)]
+    return low if low == high else low + (place - int(place)) * (high - low)  # equal ones may be infinite

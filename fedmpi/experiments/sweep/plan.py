@@ -13,22 +13,20 @@ import json
 import os
 import socket
 import time
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ...errors import FileError, UserError
-from ...plugins.knobs import knobs
 from ...runs import folder
 from ...runs.config import Config
 from ...runs.folder import CONFIG, FINISHED, read_json
 from ...runs.options import from_values
 from ...runs.text import plural
-from ..runs import IDLE, SWEEP, read_config, word
+from ..runs import SWEEP, read_config, word
 from .grid import Point, Sweep, points
 from .pick import GIVEN_UP
-from .reference import LATER, make_reference, read_reference, write_reference
+from .reference import comparable, make_reference, read_reference, write_reference
 
 CONFIGS, LOGS = "configs", "logs"
 
@@ -45,8 +43,8 @@ class SweepPlan:
     threads: int | None = None  # per rank of the runs whose labels do not set them; None: all labels do
 
     @property
-    def names(self) -> list[str]:
-        return [point.name for point in self.points]
+    def runs(self) -> list[Path]:
+        return [self.home / point.name for point in self.points]
 
     @property
     def left(self) -> list[Point]:
@@ -85,8 +83,6 @@ def make_plan(sweep: Sweep, chosen: list[Point], home: Path, local: bool, recipe
     parsed: dict[str, Config] = {}
     threads = common_threads(home, chosen)
     configs = {point.name: checked(point, home / point.name, local, parsed, threads or 1) for point in chosen}
-    for point in chosen:
-        check_unchanged(home / point.name, configs[point.name])
     return SweepPlan(sweep, home, points=chosen, configs=configs, recipe=recipe, threads=threads)
 
 
@@ -111,23 +107,32 @@ def common_threads(home: Path, chosen: list[Point]) -> int | None:
 def checked(point: Point, run: Path, local: bool, parsed: dict[str, Config], threads: int) -> Config:
     """Return the configuration of a point with all names looked up, and with the `threads` of the sweep if it sets
     none, so that results depend neither on the machine nor on how many runs share it. A run of an older version keeps
-    its threads. `parsed` caches configurations by labels: parsing takes 50 ms."""
+    its threads. Refuse a run that exists with other settings: the file may have changed since. `parsed` caches
+    configurations by labels: parsing takes 50 ms."""
     from ...runs.build import prepare
 
     key = json.dumps(point.labels)
     try:
         if key not in parsed:
-            parsed[key] = from_values(point.values)
+            parsed[key] = from_values(point.knobs)
         cfg = prepare(replace(parsed[key], seed=point.seed, out=str(run))).cfg
         if local and cfg.comm == "mpi":
             raise UserError("--comm is mpi, but a sweep on this machine starts no MPI ranks; leave it out")
     except UserError as error:
         raise UserError(f"run '{point.name}': {error}") from None
     root = None if cfg.data_root is None else str(Path(cfg.data_root).expanduser().absolute())
-    before = None
-    with suppress(FileError):
-        before = read_config(run).get("threads")
-    return replace(cfg, data_root=root, threads=cfg.threads or (before if isinstance(before, int) else threads))
+    try:
+        before = read_config(run) if os.path.lexists(run / CONFIG) else {}
+    except FileError as error:
+        raise UserError(f"{run} holds no readable run ({error}); remove it") from None
+    used = before.get("threads")
+    cfg = replace(cfg, data_root=root, threads=cfg.threads or (used if isinstance(used, int) else threads))
+    now = comparable(cfg) | {"seed": cfg.seed}
+    changed = [name for name, value in now.items() if name in before and before[name] != value]
+    if changed:
+        was = ", ".join(f"{name} was {word(before[name])} and is {word(now[name])}" for name in changed)
+        raise UserError(f"{run} holds a run with other settings: {was}; choose another --out, or remove it")
+    return cfg
 
 
 def check_home(home: Path, sweep: Sweep) -> None:
@@ -145,22 +150,6 @@ def check_home(home: Path, sweep: Sweep) -> None:
             f"--out {home} holds a sweep over {', '.join(before)}, but '{sweep.name}' is over "
             f"{', '.join(sweep.axes) or 'seeds'}; choose another folder"
         )
-
-
-def check_unchanged(run: Path, cfg: Config) -> None:
-    """Refuse a run that exists with other settings: the file may have changed since."""
-    try:
-        if not os.path.lexists(run / CONFIG):
-            return
-        before = read_config(run)
-    except FileError as error:
-        raise UserError(f"{run} holds no readable run ({error}); remove it") from None
-    now = {k: v for k, v in knobs(cfg).items() if not dataclasses.is_dataclass(v) and not k.startswith(IDLE)}
-    later = [name for name in LATER if now.get(name) is None]
-    changed = [name for name, value in now.items() if name in before and name not in later and before[name] != value]
-    if changed:
-        was = ", ".join(f"{name} was {word(before[name])} and is {word(now[name])}" for name in changed)
-        raise UserError(f"{run} holds a run with other settings: {was}; choose another --out, or remove it")
 
 
 def all_points(plan: SweepPlan) -> list[Point]:

@@ -7,13 +7,14 @@ key of its paper in `PAPERS`.
 from __future__ import annotations
 
 import json
-import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ...errors import unknown
 from ...runs.options import flag, is_sweep, positional, read_options, read_yaml, recipes
 from ...runs.text import align
+from ..runs import natural
 from .grid import points
 from .sweepfile import read_sweep
 
@@ -33,19 +34,6 @@ SINGLE = "single runs: 'fedmpi train --config NAME'"
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """A bundled experiment."""
-
-    name: str
-    kind: str
-    """sweep or run"""
-    runs: int
-    about: str
-    paper: str
-    """empty if it belongs to none"""
-
-
-@dataclass(frozen=True)
 class RecipesOptions:
     """The arguments of `fedmpi recipes`."""
 
@@ -59,53 +47,36 @@ def main(arguments: list[str]) -> int:
     """List the recipes or print one; return the exit code."""
     options = read_options(RecipesOptions, arguments, "recipes", ABOUT, usage="[NAME] [--json]")
     if not options.name:
-        found = [describe(name, path) for name, path in ordered(recipes())]
-        print(
-            json.dumps([asdict(recipe) for recipe in found], indent=2) if options.json else listing(found), flush=True
-        )
+        found = [describe(path) for path in sorted(recipes().values(), key=lambda path: natural(path.with_suffix("")))]
+        print(json.dumps(found, indent=2) if options.json else listing(found), flush=True)
         return 0
     if options.name not in recipes():
         raise unknown("recipe", options.name, recipes())
     path = recipes()[options.name]
     if options.json:
-        whole = asdict(describe(options.name, path)) | {"file": read_yaml(path, str(path))}
-        print(json.dumps(whole, indent=2), flush=True)
+        print(json.dumps(describe(path) | {"file": read_yaml(path, str(path))}, indent=2), flush=True)
     else:
         print(path.read_text(encoding="utf-8"), end="", flush=True)
     return 0
 
 
-def describe(name: str, path: Path) -> Recipe:
-    """Return the description of a recipe; that of a single run is the comment in the first line of its file."""
-    paper = PAPERS.get(name.partition("-")[0], "")
-    if not is_sweep(read_yaml(path, str(path))):
-        first = path.read_text(encoding="utf-8").partition("\n")[0]
-        return Recipe(name, "run", 1, first.lstrip("# "), paper)
-    sweep = read_sweep(str(path))
-    return Recipe(name, "sweep", len(points(sweep)), sweep.about, paper)
+def describe(path: Path) -> dict[str, Any]:
+    """Return what a recipe is, as --json prints it; a single run is described by the first line of its file."""
+    kind, runs = "run", 1
+    about = path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
+    if is_sweep(read_yaml(path, str(path))):
+        sweep = read_sweep(str(path))
+        kind, runs, about = "sweep", len(points(sweep)), sweep.about
+    paper = PAPERS.get(path.stem.partition("-")[0], "")
+    return {"name": path.stem, "kind": kind, "runs": runs, "about": about, "paper": paper}
 
 
-def ordered(found: dict[str, Path]) -> list[tuple[str, Path]]:
-    """Return the recipes sorted by name, with numbers in numerical order: table 10 comes after table 9."""
-
-    def key(item: tuple[str, Path]) -> list[str | int]:
-        return [
-            int(part) if part.isdigit() else part for part in re.split(r"(\d+)", item[0])
-        ]  # words and numbers alternate
-
-    return sorted(found.items(), key=key)
-
-
-def listing(found: list[Recipe]) -> str:
+def listing(found: list[dict[str, Any]]) -> str:
     """Return the recipes as aligned lines under the names of their papers, single runs of no paper last."""
-    lines = dict(zip(found, align([(r.name, count(r), r.about) for r in found], "lrl"), strict=True))
+    counts = ["1 run " if one["runs"] == 1 else f"{one['runs']} runs" for one in found]
+    lines = align([(one["name"], count, one["about"]) for one, count in zip(found, counts, strict=True)], "lrl")
     blocks = []
     for paper in (*PAPERS.values(), ""):
-        own = [f"  {line}" for recipe, line in lines.items() if recipe.paper == paper]
+        own = [f"  {line}" for one, line in zip(found, lines, strict=True) if one["paper"] == paper]
         blocks += ["\n".join([paper or SINGLE, *own])] if own else []
     return "\n\n".join([*blocks, HINT])
-
-
-def count(recipe: Recipe) -> str:
-    """Return its number of runs with a unit."""
-    return "1 run " if recipe.runs == 1 else f"{recipe.runs} runs"

@@ -53,16 +53,14 @@ def make_reference(recipe: Sweep, chosen: Iterable[Point], known: Mapping[str, C
     reference."""
     from ...runs.build import prepare
 
-    of_file: dict[str, Point] = {}
-    for point in points(recipe):
-        of_file.setdefault(key_of(point.labels), point)
+    of_file = {key_of(point.labels): point for point in reversed(points(recipe))}  # with the first seed
     runs: dict[str, Knobs] = {}
     for point in chosen:
         key = key_of(point.labels)
         if key in runs or key not in of_file:
             continue
         try:
-            cfg = known[point.name] if known is not None else prepare(from_values(of_file[key].values)).cfg
+            cfg = known[point.name] if known is not None else prepare(from_values(of_file[key].knobs)).cfg
         except UserError:  # the file is only valid with --set: nothing to compare with
             continue
         runs[key] = comparable(cfg)

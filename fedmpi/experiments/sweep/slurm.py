@@ -20,7 +20,7 @@ BUSY = ("running", "queued", "requeued")
 
 def submit(plan: SweepPlan, options: SubmitOptions, at_once: int | None, screen: Screen) -> None:
     """Submit the runs that are neither done nor queued."""
-    queued = [row.name for row in rows_of(plan.names, plan.home) if row.state in BUSY]
+    queued = [row.name for row in rows_of(plan.runs) if row.state in BUSY]
     left = plan.left
     wanted = [(plan.configs[p.name], plan.home / p.name) for p in left if p.name not in queued]
     jobs = submit_runs(with_cores(options, plan, screen), wanted, plan.home, at_once)
@@ -53,7 +53,7 @@ def watch(plan: SweepPlan, at_once: int, screen: Screen) -> bool:
     states: dict[str, str] = {}
     with caught_signals() as caught:
         while not caught:
-            rows = rows_of(plan.names, plan.home)
+            rows = rows_of(plan.runs)
             for row in rows:
                 if states.get(row.name) != row.state and not screen.live:
                     screen.say(f"{row.name} {row.state}{f' ({row.why})' if row.why else ''}")

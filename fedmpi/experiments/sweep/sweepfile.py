@@ -23,11 +23,10 @@ import yaml
 from ...errors import UserError, nearest, unknown
 from ...plugins.knobs import knobs
 from ...runs.config import Config, renamed
-from ...runs.extend import KINDS, config_class, config_for
-from ...runs.extend import flat as dotted
+from ...runs.extend import KINDS, config_class, config_for, flat
 from ...runs.options import check_keys, is_sweep, read_config, read_yaml, recipes, unknown_option
 from ..measures import measure
-from .grid import GROUPS, KNOWN, Choose, Knobs, Point, Stop, Sweep, Where, flat, label_of, points
+from .grid import GROUPS, KNOWN, Choose, Knobs, Point, Stop, Sweep, Where, label_of, points
 
 Axes = dict[str, dict[str, Knobs]]
 OURS = ("seed", "out", "resume", "max_minutes")  # set by the sweep itself
@@ -57,10 +56,10 @@ def read_sweep(name: str) -> Sweep:
 def find_sweep(name: str) -> Path:
     """Return the file of that name, or else the bundled recipe."""
     path = Path(name).expanduser()
-    if os.path.exists(path) and not (path.is_dir() and name in recipes()):
-        return path
-    if name in recipes():
+    if name in recipes() and not path.is_file():
         return recipes()[name]
+    if os.path.exists(path):
+        return path
     near = nearest(name, recipes())
     hint = f"did you mean '{near}'?" if near else "'fedmpi recipes' lists the bundled ones"
     raise UserError(f"'{name}' is neither a file nor a recipe; {hint}")
@@ -117,7 +116,7 @@ def read_base(tree: Any, known: Mapping[str, Any]) -> tuple[Knobs, Knobs]:
     if not isinstance(tree, dict) or "config" not in tree:
         return read_knobs(tree, "base", known), {}
     file, content = read_config(str(tree["config"]))
-    check_keys(f"--config {file}", content, knobs(config_class(dotted(content))()))
+    check_keys(f"--config {file}", content, knobs(config_class(flat(content))()))
     start = {name: value for name, value in flat(content).items() if name not in OURS}
     rest = {name: value for name, value in tree.items() if name != "config"}
     own = read_knobs(rest, "base", {**known, **known_knobs(start)})
@@ -129,12 +128,11 @@ def read_knobs(tree: Any, where: str, known: Mapping[str, Any]) -> Knobs:
     """Return settings by dotted names; refuse unknown ones and those that the sweep sets itself."""
     tree = {} if tree is None else renamed(tree)
     check_keys(where, tree, dict(known))
-    found = flat(tree)
     for name in OURS:
-        if name in found:
+        if name in tree:
             instead = "write 'seeds' instead" if name == "seed" else "the sweep sets it for each run"
             raise UserError(f"'{name}' in {where} cannot be set in a sweep file; {instead}")
-    return found
+    return flat(tree)
 
 
 def read_axes(tree: Mapping[str, Any], known: Mapping[str, Any]) -> Axes:
