@@ -1,41 +1,42 @@
-"""Downloads with torchvision's tools: to a temporary folder, then renamed, with timeouts where there is no network."""
+"""Downloads: to a temporary file, which is then renamed, with timeouts where there is no network."""
 
 from __future__ import annotations
 
-import contextlib
-import io
+import hashlib
 import os
-import socket
-import sys
-import tempfile
+import shutil
 import threading
 import urllib.error
-import urllib.request
-from collections.abc import Iterator
+import uuid
 from pathlib import Path
+from urllib.request import Request, urlopen
 
-from fedmpi.plugins.torchvision import import_torchvision
+from tqdm import tqdm
 
 PROBE_SECONDS = 8.0  # a cluster's firewall often drops packets silently
 STALL_SECONDS = 30.0
+AGENT = {"User-Agent": "fedmpi"}
 
 
 def fetch_file(urls: list[str], target: Path, md5: str) -> None:
     """Download a file from the first URL that works, check its md5, and rename it into place."""
-    utils = import_torchvision().datasets.utils
     probe(urls)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as aside:
-        reasons = []
-        for url in urls:
-            try:
-                quiet = contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO())
-                with socket_timeout(STALL_SECONDS), quiet:  # no progress bar in log files
-                    utils.download_url(url, aside, target.name, md5)
-                os.replace(Path(aside) / target.name, target)
-                return
-            except (OSError, RuntimeError) as error:  # torchvision raises RuntimeError for a wrong md5
-                reasons.append(f"{url}: {error}")
+    aside = target.with_name(f".{target.name}-{uuid.uuid4().hex}")
+    reasons = []
+    for url in urls:
+        try:
+            with urlopen(Request(url, headers=AGENT), timeout=STALL_SECONDS) as answer, aside.open("wb") as file:
+                with tqdm.wrapattr(answer, "read", total=answer.length, disable=None) as shown:  # on a terminal only
+                    shutil.copyfileobj(shown, file)
+            if hashlib.md5(aside.read_bytes(), usedforsecurity=False).hexdigest() != md5:
+                raise OSError(f"the download is corrupt: its md5 is not {md5}")
+            os.replace(aside, target)
+            return
+        except OSError as error:
+            reasons.append(f"{url}: {error}")
+        finally:
+            aside.unlink(missing_ok=True)
     raise ConnectionError("; ".join(reasons))
 
 
@@ -47,7 +48,7 @@ def probe(urls: list[str], seconds: float = PROBE_SECONDS) -> None:
     def ask() -> None:
         for url in urls:
             try:
-                urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=seconds).close()
+                urlopen(Request(url, headers=AGENT, method="HEAD"), timeout=seconds).close()
             except urllib.error.HTTPError as error:  # an answer, too
                 error.close()
             except (OSError, ValueError) as error:
@@ -61,14 +62,3 @@ def probe(urls: list[str], seconds: float = PROBE_SECONDS) -> None:
     done.wait(seconds)
     if not answered.is_set():
         raise ConnectionError(reasons[0] if reasons else f"no answer from its servers within {seconds:.0f} s")
-
-
-@contextlib.contextmanager
-def socket_timeout(seconds: float) -> Iterator[None]:
-    """Set a timeout for new sockets: torchvision sets none, and a stalled download would hang forever."""
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(seconds)
-    try:
-        yield
-    finally:
-        socket.setdefaulttimeout(before)
