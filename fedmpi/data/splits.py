@@ -40,7 +40,6 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 LISTED_CLIENTS = 10_000  # maximum number of clients for which a manifest has histograms
-CELLS = 2**20  # histogram cells in memory at a time
 OWNERS = ("choose", "merge")
 
 
@@ -79,9 +78,14 @@ class Partition:
 
     def histogram(self, y: npt.ArrayLike, classes: int) -> Ints:
         """Return the number of a client's own samples per class, [clients, classes]."""
+        counts = np.bincount(self._cells(y, classes), minlength=self.clients * classes)
+        return counts.reshape(self.clients, classes)
+
+    def _cells(self, y: npt.ArrayLike, classes: int) -> Ints:
+        """Return client * classes + class of each used sample."""
         client = np.repeat(np.arange(self.clients), np.diff(self.offsets))
-        cell = client * classes + np.asarray(y)[self.order]
-        return np.bincount(cell, minlength=self.clients * classes).reshape(self.clients, classes)
+        cells: Ints = client * classes + np.asarray(y)[self.order]
+        return cells
 
     def manifest(self, y: npt.ArrayLike, classes: int, **about: Any) -> dict[str, Any]:
         """Return a record for JSON: `about`, counts, a SHA-256, and class counts per client, summarised for many."""
@@ -94,16 +98,10 @@ class Partition:
 
     def summary(self, y: npt.ArrayLike, classes: int) -> dict[str, Any]:
         """Return the quartiles of the clients' own samples, and the mean number of classes per client."""
-        labels, kinds = np.asarray(y), 0
-        block = max(1, CELLS // classes)
-        for first in range(0, self.clients, block):
-            ends = self.offsets[first : first + block + 1]
-            some = Partition(ends - ends[0], self.order[ends[0] : ends[-1]])
-            kinds += int((some.histogram(labels, classes) > 0).sum())
         own = np.diff(self.offsets)
         quartiles = np.quantile(own, (0.25, 0.5, 0.75)).tolist()
         sizes = {"min": int(own.min()), "quartiles": quartiles, "max": int(own.max())}
-        return {"sizes": sizes, "classes_per_client": kinds / self.clients}
+        return {"sizes": sizes, "classes_per_client": len(np.unique(self._cells(y, classes))) / self.clients}
 
 
 @dataclass(frozen=True)
@@ -373,7 +371,7 @@ def _add_noise(client: Ints, held: Ints, pool: Ints, spec: SplitSpec) -> None:
     """
     own = np.bincount(client[client >= 0], minlength=spec.clients)
     ends = np.rint(np.cumsum(own * (spec.noise / (1 - spec.noise)))).astype(np.int64)
-    wanted = ends - np.concatenate([[0], ends[:-1]])
+    wanted: Ints = np.diff(ends, prepend=0)
     takers = spec.rng.permutation(np.repeat(np.arange(spec.clients), wanted))
     for _ in range(200):
         n = min(len(pool), len(takers))
