@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor
 
 from ..clients.feed import Seeded
 from ..data import DATASETS, Arrays, Data, Datasets, Ints, Partition, find_data
 from ..data.sets import shakespeare
-from ..data.store import Source, data_root, digest, prepared_files, read_prepared
+from ..data.store import Source, data_root, find_files, prepared_files, read_prepared, read_verified
 from ..data.styles import seen
 from ..errors import UserError, one_line, unknown
 from ..experiments.report.figures.split import Row, View, draw, save
@@ -82,17 +81,15 @@ class ShowOptions(DataOptions):
     names: list[str] = positional("NAME", many=True)
     """Data set, or your own as package.module:name."""
     split: str = "classes"
-    """How to split the data over the clients: iid, classes, dirichlet, quantity, natural (by writer or role); for
-    coloured and rotated data also feature (like iid) and mixed (like classes)."""
     clients: int = knob(100, low=1)
-    """Clients in the federation."""
     seed: int = knob(0, low=0)
-    """Seed of the split."""
     skew: Skew = field(default_factory=Skew)
     samples: int | None = knob(None, low=1, high=24)
     """Samples of each client to show. Default: 8 images, or 3 texts."""
     out: str | None = None
     """Picture to write, a .png. Default: NAME-SPLIT.png in the current folder."""
+
+    documented = (Config,)  # has the help texts of the others
 
 
 def main(arguments: list[str]) -> int:
@@ -109,15 +106,7 @@ def main(arguments: list[str]) -> int:
 
 # List
 
-
-class State(NamedTuple):
-    """The state of a data set."""
-
-    words: str
-    wanted: str = ""
-    """instructions for missing files"""
-    troubles: Sequence[str] = ()
-    """problems with prepared files"""
+DAMAGED = "damaged"
 
 
 def list_all(arguments: list[str]) -> int:
@@ -125,59 +114,49 @@ def list_all(arguments: list[str]) -> int:
     options = read_options(ListOptions, arguments, "data list", LIST)
     base = data_root(options.folder)
     sources = {name: row.source(options.folder) for name, row in DATASETS.items()}
-    states: dict[str, State] = {}  # by source: several data sets may share one
+    states: dict[str, tuple[str, list[str]]] = {}  # by source: several data sets may share one
     for source in sources.values():
         if source.name not in states:
             states[source.name] = state_of(source, base, options.verify)
     print(f"data root: {base}{'' if base.is_dir() else ' (does not exist yet)'}\n")
-    rows = [(name, row.about, states[sources[name].name].words) for name, row in DATASETS.items()]
+    rows = [(name, row.about, states[sources[name].name][0]) for name, row in DATASETS.items()]
     print("\n".join(align([("name", "what it is", "state"), *rows], rule=True)))
     notes = []
-    for key, state in states.items():
+    for key, (_, found) in states.items():
         names = ", ".join(name for name, source in sources.items() if source.name == key)
-        notes += [f"{names}: {trouble}" for trouble in state.troubles]
-        notes += [f"{names}: {state.wanted}"] if state.wanted else []
+        notes += [f"{names}: {note}" for note in found]
     if notes:
         print("\n" + "\n".join(notes))
-    return 1 if any(state.troubles for state in states.values()) else 0
+    return 1 if DAMAGED in [state for state, _ in states.values()] else 0
 
 
-def state_of(source: Source, base: Path, verify: bool) -> State:
-    """Return the state of a source's data set; read prepared files only to `verify` them."""
-    try:
-        files = [path for path in prepared_files(source, base) if path.is_file()]
-        here = source.generated or bool(source.find(base))
-        size = amount(files[0].stat().st_size) if files else ""
-    except OSError as error:
-        raise UserError(f"data root {base} cannot be read ({error}); make it readable, or give another") from error
-    wanted = "" if here else source.wanted.format(root=base)
+def state_of(source: Source, base: Path, verify: bool) -> tuple[str, list[str]]:
+    """Return the state of a source's data set, with the problems of prepared files, which are read only to `verify`
+    them, and the instructions for missing files."""
+    files = [path for path in prepared_files(source, base) if path.is_file()]
+    here = source.generated or bool(find_files(source, base))
+    wanted = [] if here else [source.wanted.format(root=base)]
     if files:
+        size = amount(files[0].stat().st_size)
         reasons = {path: trouble_with(path) for path in files} if verify else {}
         advice = "its next use prepares it again" if here else "remove it"
         troubles = [f"{path} is damaged ({reason}); {advice}" for path, reason in reasons.items() if reason]
         if troubles:
-            return State("damaged", wanted, troubles)
-        return State(f"prepared, verified ({size})" if verify else f"prepared ({size})")
+            return DAMAGED, [*troubles, *wanted]
+        return f"prepared, verified ({size})" if verify else f"prepared ({size})", []
     if here:
-        return State("generated at first use" if source.generated else "source here")
+        return "generated at first use" if source.generated else "source here", []
     fetched = source.fetch is not None and not os.environ.get("FEDMPI_OFFLINE")
-    return State("can be downloaded" if fetched else "missing", wanted)
+    return "can be downloaded" if fetched else "missing", wanted
 
 
 def trouble_with(path: Path) -> str:
     """Return what is wrong with a prepared file; '' if it is intact."""
     try:
-        sound = digest(safetensors.torch.load_file(path)) == written_digest(path)
+        read_verified(path)
     except (OSError, safetensors.SafetensorError) as error:
         return one_line(error)
-    return "" if sound else "its content does not match its SHA-256"
-
-
-def written_digest(path: Path) -> str:
-    """Return the SHA-256 that is stored in a prepared file."""
-    with safetensors.safe_open(path, "pt") as file:
-        about: dict[str, str] = file.metadata() or {}
-    return about.get("sha256", "")
+    return ""
 
 
 # Prepare
@@ -216,7 +195,7 @@ def prepared(name: str, folder: Path | None) -> str:
         return "\n".join([*lines, f"  read in {seconds:.1f} s and not kept: data root and cache are not writable"])
     done = "prepared already, verified" if mark(path) in before else "prepared"
     lines.append(f"  {done} in {seconds:.1f} s: {path}, {amount(path.stat().st_size)}")
-    return "\n".join([*lines, f"  SHA-256 of its content: {written_digest(path)}"])
+    return "\n".join([*lines, f"  SHA-256 of its content: {data.sha256}"])
 
 
 def mark(path: Path) -> tuple[int, int] | None:
@@ -242,16 +221,8 @@ def show(arguments: list[str]) -> int:
     if len(options.names) != 1:
         raise UserError(f"data show needs one data set, not {len(options.names)}: {', '.join(DATASETS)}, or your own")
     name = options.names[0]
-    given = Config(
-        data=name,
-        data_root=options.data_root,
-        split=options.split,
-        clients=options.clients,
-        seed=options.seed,
-        skew=options.skew,
-        cohort=1,
-    )
-    cfg = build.prepare(given).cfg
+    same: dict[str, Any] = {n: getattr(options, n) for n in ("data_root", "split", "clients", "seed", "skew")}
+    cfg = build.prepare(Config(data=name, cohort=1, **same)).cfg
     out = picture_file(options.out, f"{name}-{cfg.split}")
     data, partition, _ = build.load_data(cfg)
     labels = data.class_labels(needed=True)
@@ -305,17 +276,15 @@ def counted(partition: Partition, labels: Ints | None, kinds: int) -> Ints:
 
 def summary(cfg: Config, data: Data, partition: Partition, labels: Ints | None) -> str:
     """Return a summary of a split."""
-    sizes, clients = partition.sizes, partition.clients
+    sizes = partition.sizes
     kinds = f"{data.kinds} classes" if labels is not None else "no classes"
     head = (
-        f"{cfg.data}, split {described(cfg)}: {clients:,} clients have {len(partition.order):,} of {data.samples:,} "
-        f"train samples; {data.tests:,} test samples, {kinds}"
+        f"{cfg.data}, split {described(cfg)}: {partition.clients:,} clients have {len(partition.order):,} of "
+        f"{data.samples:,} train samples; {data.tests:,} test samples, {kinds}"
     )
     each = f"samples per client: min {sizes.min():,}, median {np.median(sizes):,.0f}, max {sizes.max():,}"
     if labels is not None:
-        owner = np.repeat(np.arange(clients), np.diff(partition.offsets))
-        held = len(np.unique(owner * data.kinds + labels[partition.order]))
-        each += f"; classes per client: mean {held / clients:.1f}"
+        each += f"; classes per client: mean {partition.summary(labels, data.kinds)['classes_per_client']:.1f}"
     return "\n".join([head, each] + ([data.note] if data.note else []))
 
 
