@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -182,7 +181,7 @@ def prepared(name: str, folder: Path | None) -> str:
     row, base = find_data(name), data_root(folder)
     source = row.source(folder)
     files = prepared_files(source, base)
-    before = [mark(path) for path in files]
+    before = {path: path.stat().st_ino for path in files if path.is_file()}
     started = perf_counter()
     data = row.load(folder)
     seconds = perf_counter() - started
@@ -193,18 +192,10 @@ def prepared(name: str, folder: Path | None) -> str:
     path = next((path for path in files if read_prepared(path, source, base, quiet=True) is not None), None)
     if path is None:
         return "\n".join([*lines, f"  read in {seconds:.1f} s and not kept: data root and cache are not writable"])
-    done = "prepared already, verified" if mark(path) in before else "prepared"
-    lines.append(f"  {done} in {seconds:.1f} s: {path}, {amount(path.stat().st_size)}")
+    stat = path.stat()
+    done = "prepared already, verified" if before.get(path) == stat.st_ino else "prepared"
+    lines.append(f"  {done} in {seconds:.1f} s: {path}, {amount(stat.st_size)}")
     return "\n".join([*lines, f"  SHA-256 of its content: {data.sha256}"])
-
-
-def mark(path: Path) -> tuple[int, int] | None:
-    """Return the identity of a file, which changes when it is replaced; None if there is no file."""
-    try:
-        stat = path.stat()
-    except OSError:
-        return None
-    return stat.st_ino, stat.st_mtime_ns
 
 
 # Show
@@ -212,7 +203,6 @@ def mark(path: Path) -> tuple[int, int] | None:
 SAMPLED = 8  # clients whose samples are drawn
 LISTED = 400  # clients whose labels are drawn
 ARROW, BLANK, NEW_LINE = "\u2192", "\u2423", "\u21b5"
-DECODE: dict[str, Callable[[Ints], str]] = {"shakespeare": shakespeare.decode}
 
 
 def show(arguments: list[str]) -> int:
@@ -290,23 +280,19 @@ def summary(cfg: Config, data: Data, partition: Partition, labels: Ints | None) 
 
 def sampled(data: Data, partition: Partition, count: int | None, seed: int) -> list[Row]:
     """Return samples of the first clients and of the test set; [] if they are neither images nor text."""
-    decode = DECODE.get(data.name) if data.kind == "sequences" else None
-    if decode is None and not shows_images(data):
+    text = data.name == "shakespeare" and data.kind == "sequences"
+    pictures = data.sample[0].dtype == torch.uint8 and len(data.shape) == 3 and data.shape[0] in (1, 3)
+    if not text and not pictures:
         return []
-    count = count or (8 if decode is None else 3)
+    count = count or (3 if text else 8)
     rng = np.random.default_rng(seed)
     rows = []
     for cid in (*range(min(SAMPLED, partition.clients)), None):
         pool = np.arange(data.tests) if cid is None else partition.of(cid)
         picked = np.sort(rng.choice(pool, min(count, len(pool)), replace=False))
-        some = texts(data, picked, cid is None, decode) if decode else images(data, picked, cid is None)
+        some = texts(data, picked, cid is None) if text else images(data, picked, cid is None)
         rows.append(Row("test set" if cid is None else f"client {cid}", some))
     return rows
-
-
-def shows_images(data: Data) -> bool:
-    """Return whether samples are grey or colour images in bytes."""
-    return data.sample[0].dtype == torch.uint8 and len(data.shape) == 3 and data.shape[0] in (1, 3)
 
 
 def images(data: Data, picked: Ints, test: bool) -> Tensor:
@@ -327,10 +313,11 @@ def images(data: Data, picked: Ints, test: bool) -> Tensor:
         ) from error
 
 
-def texts(data: Data, picked: Ints, test: bool, decode: Callable[[Ints], str]) -> list[str]:
+def texts(data: Data, picked: Ints, test: bool) -> list[str]:
     """Return texts, one line each, with the letter that follows after an arrow."""
     assert isinstance(data, Arrays), "only built-in data sets have an alphabet"
     x, y = (data.test_x, data.test_y) if test else (data.x, data.y)
+    decode = shakespeare.decode
     pairs = [(decode(x[i].numpy()), decode(y[i : i + 1].numpy())) for i in picked.tolist()]
     return [f"{before} {ARROW} {after.replace(' ', BLANK)}".replace("\n", NEW_LINE) for before, after in pairs]
 

@@ -181,9 +181,6 @@ def read_source(source: Source, base: Path) -> Tensors:
     if fetch := needed_fetch(source, base):
         try:
             base.mkdir(exist_ok=True, parents=base == cache_folder() / "data")
-        except OSError as error:
-            raise missing(source, base, f"and that folder cannot be made ({error.strerror})") from error
-        try:
             fetch(base)
         except UserError:
             raise
