@@ -125,7 +125,12 @@ class Datasets(Data):
         found = self.labels if self.labels is not None else labels_of(self.train)
         if found is None:
             log.info("reading the labels of all %d samples of '%s'; pass `labels` to skip it", self.samples, self.name)
-            found = self._read_labels()
+            found = []
+            try:
+                for index in range(self.samples):  # of several labels per item, the last one
+                    found.append(int(torch.as_tensor(self.train[index][1]).reshape(-1)[-1]))
+            except Exception as error:
+                raise self._unreadable(f"the label of train item {len(found)}", error) from error
         labels = np.asarray(found)
         if labels.shape != (self.samples,) or labels.dtype.kind not in "iu" or int(labels.min()) < 0:
             given = f"labels {labels.dtype} {list(labels.shape)}"
@@ -133,16 +138,6 @@ class Datasets(Data):
         if self.classes and int(labels.max()) >= self.classes:
             raise self.wrong_labels(int(labels.max()))
         return labels.astype(np.int64)
-
-    def _read_labels(self) -> list[int]:
-        """Return the label of each item; the last one if an item has several."""
-        found: list[int] = []
-        try:
-            for index in range(self.samples):
-                found.append(int(torch.as_tensor(self.train[index][1]).reshape(-1)[-1]))
-        except Exception as error:
-            raise self._unreadable(f"the label of train item {len(found)}", error) from error
-        return found
 
 
 def length(dataset: Dataset[Any]) -> int:

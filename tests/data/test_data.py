@@ -250,7 +250,7 @@ def test_prepared_glyphs_are_not_drawn_again(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize(
     ("kw", "words"),
-    [({"train": 0}, "train = 0"), ({"seed": -1}, "seed = -1"), ({"writers": 301}, "301 writers for 300")],
+    [({"train": 0}, "0 train"), ({"test": 0}, "0 test"), ({"seed": -1}, "seed -1"), ({"writers": 301}, "301 writers")],
 )
 def test_glyphs_refuses_impossible_sizes(tmp_path: Path, kw: dict[str, int], words: str) -> None:
     with pytest.raises(UserError, match=words):

@@ -115,7 +115,9 @@ def source_of(family: Family, root: Path | None = None) -> Source:
         find=partial(find_files, family),
         wanted=f"put {python.archive} or all of its folder {python.folder}, or the binary version ({binary.archive} or "
         f"{binary.folder}), into {{root}}",
-        fetch=partial(fetch, family),
+        fetch=lambda base: fetch_file(
+            [family.published.url], base / family.published.filename, family.published.tgz_md5
+        ),
         published=PUBLISHED,
     )
 
@@ -260,11 +262,6 @@ def check_md5(file: Path, content: bytes | bytearray, published: str) -> None:
     """Check that a file has the published content."""
     if (md5 := hashlib.md5(content, usedforsecurity=False).hexdigest()) != published:
         raise wrong(file, f"is not the published file: its md5 is {md5}, not {published}")
-
-
-def fetch(family: Family, base: Path) -> None:
-    """Download the archive of the Python version to torchvision's folder."""
-    fetch_file([family.published.url], base / family.published.filename, family.published.tgz_md5)
 
 
 def read_archive(path: Path, names: list[str], md5: str) -> Iterator[tuple[Path, bytes | bytearray]]:

@@ -156,11 +156,9 @@ def source(
     root: Path | None = None, train: int = 60_000, test: int = 10_000, writers: int = 500, seed: int = 0
 ) -> Source:
     """Return the source of the digits, which draws them."""
-    for name, value, least in (("train", train, 1), ("test", test, 1), ("writers", writers, 1), ("seed", seed, 0)):
-        if value < least:
-            raise UserError(f"glyphs got {name} = {value}; it needs at least {least}")
-    if writers > train:
-        raise UserError(f"glyphs got {writers} writers for {train} train samples; every writer needs one: use fewer")
+    if min(train - writers, test - 1, writers - 1, seed) < 0:
+        given = f"{train} train and {test} test samples, {writers} writers and seed {seed}"
+        raise UserError(f"glyphs got {given}; it needs a sample for each writer, one to test, and no negative seed")
 
     def read(files: list[Path]) -> Tensors:
         x, y, owner = draw(train, writers, Bits(seed, 1))

@@ -260,15 +260,11 @@ class Room:
         torch.mm(self.kernels_t, self.upper_two, out=self.first_lines)
         self.last_line.zero_()
         self.last_lines.addmm_(self.kernels_t, self.lower_two)
-        return [self.put_windows(), to_weight, to_bias]
-
-    def put_windows(self) -> Tensor:
-        """Add the windows up at the positions they were taken from; return the sum as images."""
         self.summed.zero_()
-        for place, part in self.parts:
+        for place, part in self.parts:  # add the windows up at the positions they were taken from
             place.add_(part)
         images = self.to_inner.clone(memory_format=torch.contiguous_format).flatten(1, 2).flatten(2, 3)
         if any(self.beside):
             left, right, top, bottom = self.beside
             images = images[:, top : images.shape[1] - bottom, left : images.shape[2] - right]
-        return images.permute(3, 0, 1, 2)
+        return [images.permute(3, 0, 1, 2), to_weight, to_bias]
