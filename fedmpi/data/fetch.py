@@ -42,23 +42,21 @@ def fetch_file(urls: list[str], target: Path, md5: str) -> None:
 
 def probe(urls: list[str], seconds: float = PROBE_SECONDS) -> None:
     """Raise ConnectionError unless one of the servers answers within the time, name lookup included."""
-    answered, done = threading.Event(), threading.Event()
     reasons: list[str] = []
 
     def ask() -> None:
         for url in urls:
             try:
                 urlopen(Request(url, headers=AGENT, method="HEAD"), timeout=seconds).close()
+                return
             except urllib.error.HTTPError as error:  # an answer, too
                 error.close()
+                return
             except (OSError, ValueError) as error:
                 reasons.append(str(getattr(error, "reason", error)))
-                continue
-            answered.set()
-            break
-        done.set()
 
-    threading.Thread(target=ask, daemon=True).start()
-    done.wait(seconds)
-    if not answered.is_set():
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(seconds)
+    if asking.is_alive() or len(reasons) == len(urls):
         raise ConnectionError(reasons[0] if reasons else f"no answer from its servers within {seconds:.0f} s")

@@ -17,6 +17,7 @@ import hashlib
 import json
 import logging
 import os
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -204,16 +205,14 @@ def missing(source: Source, base: Path, why: str) -> UserError:
 def can_write(folder: Path) -> bool:
     """Return whether files can be created in a folder, made if missing; read-only ones are respected even by root."""
     there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
-    probe = folder / f".{uuid.uuid4().hex}"
     try:
         if not there.stat().st_mode & 0o222:
             return False
         folder.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=folder):
+            return True
     except OSError:
         return False
-    return True
 
 
 def fingerprint(source: Source, base: Path) -> list[list[Any]]:
