@@ -137,9 +137,13 @@ def state_of(source: Source, base: Path, verify: bool) -> tuple[str, list[str]]:
     wanted = [] if here else [source.wanted.format(root=base)]
     if files:
         size = amount(files[0].stat().st_size)
-        reasons = {path: trouble_with(path) for path in files} if verify else {}
         advice = "its next use prepares it again" if here else "remove it"
-        troubles = [f"{path} is damaged ({reason}); {advice}" for path, reason in reasons.items() if reason]
+        troubles = []
+        for path in files if verify else []:
+            try:
+                read_verified(path)
+            except (OSError, safetensors.SafetensorError) as error:
+                troubles.append(f"{path} is damaged ({one_line(error)}); {advice}")
         if troubles:
             return DAMAGED, [*troubles, *wanted]
         return f"prepared, verified ({size})" if verify else f"prepared ({size})", []
@@ -147,15 +151,6 @@ def state_of(source: Source, base: Path, verify: bool) -> tuple[str, list[str]]:
         return "generated at first use" if source.generated else "source here", []
     fetched = source.fetch is not None and not os.environ.get("FEDMPI_OFFLINE")
     return "can be downloaded" if fetched else "missing", wanted
-
-
-def trouble_with(path: Path) -> str:
-    """Return what is wrong with a prepared file; '' if it is intact."""
-    try:
-        read_verified(path)
-    except (OSError, safetensors.SafetensorError) as error:
-        return one_line(error)
-    return ""
 
 
 # Prepare

@@ -61,8 +61,14 @@ def read(files: list[Path], convert: Convert) -> Tensors:
     """Return the tensors of LEAF's files, split by client."""
     parts: dict[str, Clients] = {"train": {}, "test": {}}
     for file in files:
-        for user, samples in users_of(file, convert):
-            parts[file.parent.name].setdefault(user, []).append(samples)
+        try:
+            for user, samples in users_of(file, convert):
+                parts[file.parent.name].setdefault(user, []).append(samples)
+        except UserError:
+            raise
+        except ValueError as error:
+            fix = "create it again with LEAF's preprocess.sh"
+            raise UserError(f"{file} is not a valid LEAF file: {error}; {fix}") from error
     where = files[0].parent.parent
     for part, clients in parts.items():
         if not clients:
@@ -77,18 +83,7 @@ def read(files: list[Path], convert: Convert) -> Tensors:
 
 
 def users_of(path: Path, convert: Convert) -> Iterator[tuple[str, Samples]]:
-    """Yield each user of a file with its samples; users without samples are left out."""
-    try:
-        yield from samples_by_user(path, convert)
-    except UserError:
-        raise
-    except ValueError as error:
-        fix = "create it again with LEAF's preprocess.sh"
-        raise UserError(f"{path} is not a valid LEAF file: {error}; {fix}") from error
-
-
-def samples_by_user(path: Path, convert: Convert) -> Iterator[tuple[str, Samples]]:
-    """Yield each user of a file with its samples; raise a ValueError if LEAF did not write it."""
+    """Yield each user of a file who has samples, and these; raise a ValueError if LEAF did not write the file."""
     content = unpacked(path)
     try:
         found = json.loads(content)

@@ -31,8 +31,7 @@ import numpy.typing as npt
 import torch
 
 from fedmpi.data.arrays import Arrays
-from fedmpi.data.fetch import fetch_file
-from fedmpi.data.files import damaged, unpacked, unreadable, wrong
+from fedmpi.data.files import damaged, fetch_file, unpacked, unreadable, wrong
 from fedmpi.data.store import Source, Tensors, load
 from fedmpi.plugins.torchvision import import_torchvision
 
