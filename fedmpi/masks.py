@@ -236,4 +236,5 @@ def try_tile(name: str, mask: Mask, votes_S: Tensor, clients: int, low: int, hig
     return kept_S
 
 
-CUTS = ((0, 41), (0, 1, 41), (0, 20, 41), (0, 8, 24, 40, 41), (0, 7, 13, 22, 31, 41))  # whole, and ranks' slices of 41
+# ranks' slices of 41 elements, the whole first
+CUTS = ((0, 41), (0, 1, 41), (0, 20, 41), (0, 8, 24, 40, 41), (0, 7, 13, 22, 31, 41))

@@ -101,7 +101,8 @@ def rendezvous(place: Place, environ: Env) -> tuple[str, int] | None:
     job = _whole(environ, "SLURM_JOB_ID")
     step = _whole(environ, "SLURM_STEP_ID", default=0)
     restart = _whole(environ, "SLURM_RESTART_COUNT", default=0)
-    return expand_hosts(nodes)[0], 20000 + (job + 101 * step + 1009 * restart) % 10000  # below the ephemeral ports
+    port = 20000 + (job + 101 * step + 1009 * restart) % 10000  # below Linux's ephemeral ports
+    return expand_hosts(nodes)[0], port
 
 
 def check_mpi_world(place: Place, rank: int, size: int) -> None:
@@ -114,12 +115,8 @@ def check_mpi_world(place: Place, rank: int, size: int) -> None:
             f"this is rank {place.rank} of {size} by {place.launcher} but rank {rank} by MPI: launched twice? "
             "start with either mpiexec or srun"
         )
-    if place.launcher == "alone":
-        raise UserError(
-            f"MPI sees a world of {size} but no known launcher set its variables: start with srun or the mpiexec of "
-            f"MPICH or Open MPI, or export {', '.join(TORCH)} for each rank"
-        )
     fixes = {
+        "alone": f"start with srun or the mpiexec of MPICH or Open MPI, or export {', '.join(TORCH)} for each rank",
         "srun": "start with 'srun --mpi=pmi2' (MPICH) or 'srun --mpi=pmix' (Open MPI), or with mpiexec inside sbatch",
         "submitit": "pass slurm_srun_args=['--mpi=pmi2'] (MPICH) or ['--mpi=pmix'] (Open MPI), or use --comm torch",
         "torchrun": f"use --comm torch, or start with 'mpiexec -n {place.size} python -m mpi4py -m fedmpi ...'",
@@ -127,8 +124,9 @@ def check_mpi_world(place: Place, rank: int, size: int) -> None:
         "mpi": "mpi4py loads another MPI library than this mpiexec belongs to; use the mpiexec of the library it loads",
     }
     harm = "each rank would train alone" if size == 1 else "the ranks would not be one federation"
-    started = f"{place.launcher} started {place.size} ranks but MPI sees a world of {size}"
-    raise UserError(f"{started}, so {harm}: {fixes[place.launcher]}")
+    alone = place.launcher == "alone"
+    started = "no known launcher set its variables" if alone else f"{place.launcher} started {place.size} ranks"
+    raise UserError(f"{started} but MPI sees a world of {size}, so {harm}: {fixes[place.launcher]}")
 
 
 def threads_per_rank(place: Place, given: int | None, cores: int) -> int:
@@ -288,7 +286,7 @@ def _torchrun(environ: Env, outer: Place | None) -> Place | None:
     if inner is None:
         return outer
     if elastic:
-        # An elastic job that lost a node may have fewer agents than tasks, but then the user gave its rendezvous id.
+        # An elastic job that lost a node has fewer agents than tasks, but a rendezvous id given by the user.
         agents = _whole(environ, "GROUP_WORLD_SIZE", default=inner.size // inner.local_size)
         if outer is None or agents >= outer.size or not re.fullmatch(OWN_ID, environ["TORCHELASTIC_RUN_ID"]):
             return inner

@@ -1,4 +1,4 @@
-"""Source files of data sets: decompression, published checksums, the error messages for bad files, and downloads."""
+"""Source files of data sets: decompression, published checksums, errors for bad files, and downloads."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def read_published(path: Path, size: int, sha256: str) -> bytearray:
 
 
 def fetch_file(urls: list[str], target: Path, md5: str) -> None:
-    """Download a file from the first URL that works to a temporary file, check its md5, and rename it into place."""
+    """Download a file from the first URL that works, check its md5, and rename it into place."""
     probe(urls)
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = target.with_name(f".{target.name}-{uuid.uuid4().hex}")
@@ -73,7 +73,7 @@ def fetch_file(urls: list[str], target: Path, md5: str) -> None:
     for url in urls:
         try:
             with urlopen(Request(url, headers=AGENT), timeout=STALL_SECONDS) as answer, aside.open("wb") as file:
-                with tqdm.wrapattr(answer, "read", total=answer.length, disable=None) as shown:  # on a terminal only
+                with tqdm.wrapattr(answer, "read", total=answer.length, disable=None) as shown:  # None: on a tty
                     shutil.copyfileobj(shown, file)
             if hashlib.md5(aside.read_bytes(), usedforsecurity=False).hexdigest() != md5:
                 raise OSError(f"the download is corrupt: its md5 is not {md5}")

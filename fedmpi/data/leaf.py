@@ -83,7 +83,7 @@ def read(files: list[Path], convert: Convert) -> Tensors:
 
 
 def users_of(path: Path, convert: Convert) -> Iterator[tuple[str, Samples]]:
-    """Yield each user of a file who has samples, and these; raise a ValueError if LEAF did not write the file."""
+    """Yield each user with samples, and these; raise a ValueError if LEAF did not write the file."""
     content = unpacked(path)
     try:
         found = json.loads(content)

@@ -74,7 +74,7 @@ def make_model(name: str, row: ModelRow, offers: Mapping[str, Any], data: str) -
         takes, has = " or ".join(row.takes), kind_of(offers)
         if has in row.takes:
             takes, has = "classes for labels", "numbers to predict"
-        *others, last = [known for known, r in MODELS.items() if fits(r, offers)] or ["your own as package.module:name"]
+        *others, last = [n for n, r in MODELS.items() if fits(r, offers)] or ["your own as package.module:name"]
         use = f"{', '.join(others)} or {last}" if others else last
         raise UserError(f"model '{name}' takes {takes}; '{data}' has {has}: use {use}")
     model = call_with("model", name, row.make, offers)

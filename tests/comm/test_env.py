@@ -333,7 +333,7 @@ def test_singletons_are_refused_with_a_fix(launcher: str, fix: str) -> None:
 
 def test_a_world_of_an_unknown_launcher_is_refused() -> None:
     check_mpi_world(ALONE, 0, 1)
-    with pytest.raises(UserError, match="world of 4 but no known launcher"):
+    with pytest.raises(UserError, match="no known launcher .* world of 4"):
         check_mpi_world(ALONE, 0, 4)
 
 

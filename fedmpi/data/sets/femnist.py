@@ -79,7 +79,7 @@ def convert(x: list[Any], y: list[Any]) -> leaf.Samples:
     try:
         pixels, labels = np.asarray(x), np.asarray(y)
     except ValueError as error:
-        raise ValueError("samples of different lengths, or samples or labels that are not plain numbers") from error
+        raise ValueError("samples of different lengths, or lists among numbers or labels") from error
     if pixels.ndim != 2 or pixels.shape[1] != SIDE * SIDE or pixels.dtype.kind not in "fiu":
         raise ValueError(f"samples that are not lists of {SIDE * SIDE} numbers")
     if not ((pixels >= 0) & (pixels <= 1)).all():  # false for nan, too

@@ -89,7 +89,7 @@ FORMS = [read_form(pattern) for pattern in PATTERNS.splitlines()]
 
 
 class Habit(NamedTuple):
-    """The distribution of a property: its mean, standard deviation between writers and within a writer, and bounds."""
+    """The distribution of a property: mean, standard deviations between writers and within one, and bounds."""
 
     centre: float
     writers: float
@@ -158,11 +158,11 @@ def source(
     """Return the source of the digits, which draws them."""
     if min(train - writers, test - 1, writers - 1, seed) < 0:
         given = f"{train} train and {test} test samples, {writers} writers and seed {seed}"
-        raise UserError(f"glyphs got {given}; it needs a sample for each writer, one to test, and no negative seed")
+        raise UserError(f"glyphs got {given}; it needs a sample per writer, one to test, and a seed >= 0")
 
     def read(files: list[Path]) -> Tensors:
         x, y, owner = draw(train, writers, Bits(seed, 1))
-        test_x, test_y, _ = draw(test, min(test, max(1, writers // 5)), Bits(seed, 2))  # others write the test set
+        test_x, test_y, _ = draw(test, min(test, max(1, writers // 5)), Bits(seed, 2))  # by other writers
         return as_tensors(x=x, y=y, test_x=test_x, test_y=test_y, owner=owner)
 
     return Source(f"glyphs-{train}-{test}-{writers}-{seed}", VERSION, read=read, generated=True)

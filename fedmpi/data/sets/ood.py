@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -86,7 +86,7 @@ def fedcmnist(root: Path | None = None) -> Arrays:
 
 def fedrotmnist(root: Path | None = None) -> Arrays:
     """Load digits rotated by the angle of their class, in the test set upright."""
-    return rotated(root, "fedrotmnist", CLASS_ANGLES, 0, lambda labels, client, clients, runs, always: labels.copy())
+    return rotated(root, "fedrotmnist", CLASS_ANGLES, 0, lambda labels, *_: labels.copy())
 
 
 def fedrotmnist_clients(root: Path | None = None) -> Arrays:
@@ -94,7 +94,7 @@ def fedrotmnist_clients(root: Path | None = None) -> Arrays:
     return rotated(root, "fedrotmnist-clients", CLIENT_ANGLES, 45, deal_angles)
 
 
-def rotated(root: Path | None, name: str, angles: tuple[int, ...], test_angle: int, train: Assignment) -> Arrays:
+def rotated(root: Path | None, name: str, angles: Sequence[int], test_angle: int, train: Assignment) -> Arrays:
     """Return the digits rotated by the angles that `train` assigns, in the test set by another one."""
     table = angle_table([*angles, test_angle])
     styles = Styles(1, table, turn, train, test=lambda labels, rng: np.full(len(labels), len(angles)))

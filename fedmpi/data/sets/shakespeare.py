@@ -146,8 +146,8 @@ def roles_of(path: Path) -> dict[str, str]:
 def parse(text: str) -> dict[str, str]:
     """Return the text of each speaker of a play: the lines of all speeches in order."""
     lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
-    found = [SPEAKER.fullmatch(line) for line in lines]
-    names = [" ".join(match[1].split()) if match else "" for match in found]  # '' where no speaker's name can be
+    found = [SPEAKER.fullmatch(line) for line in lines]  # what may be a speaker's name
+    names = [" ".join(match[1].split()) if match else "" for match in found]
     speakers = {name for name, before in zip(names, ["", *lines[:-1]], strict=True) if not before.strip()}
     speaker = ""
     spoken: dict[str, list[str]] = {}

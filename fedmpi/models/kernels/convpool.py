@@ -147,10 +147,6 @@ def differentiable(x: Tensor, paddings: Sequence[int], params: Sequence[Tensor],
     return [next(found) if t.requires_grad else None for t in (x, *params)]
 
 
-Key = tuple[torch.Size, torch.Size, int, torch.dtype]
-"""shapes of images and weights, padding, dtype"""
-
-
 class Room:
     """A workspace for calls of one shape: memory and its views. It has one user at a time, until it is released;
     returned tensors never share its memory."""
@@ -160,7 +156,7 @@ class Room:
     lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, images: torch.Size, weights: torch.Size, padding: int, dtype: torch.dtype) -> None:
-        self.key: Key = images, weights, padding, dtype
+        self.key = images, weights, padding, dtype
         self.turn = 0  # number of releases: a user that stored another number no longer owns it
         count, channels, height, width = images
         kernels, kernel = weights[0], weights[-1]

@@ -188,7 +188,7 @@ def test_letters_make_it_62_classes(tmp_path: Path, train: int, test: int, class
         (image(1, p7=float("nan")), 0, "numbers from nan to nan, not"),
         ([*image(1)[1:], "1"], 0, "samples that are not lists of 784 numbers"),
         ([*image(1)[1:], None], 0, "samples that are not lists of 784 numbers"),
-        ([*image(1)[1:], [1]], 0, "samples of different lengths, or samples or labels that are not plain numbers"),
+        ([*image(1)[1:], [1]], 0, "samples of different lengths, or lists among numbers or labels"),
         ([[v] for v in image(1)], 0, "samples that are not lists of 784 numbers"),
         (image(1), 62, "labels that are not whole numbers from 0 to 61"),
         (image(1), -1, "labels that are not whole numbers"),
