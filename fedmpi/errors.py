@@ -125,11 +125,11 @@ def squeezed(name: str) -> str:
 
 def exit_code(work: Callable[[], int]) -> int:
     """Run a command and return its exit code; if it fails, print the error message."""
+    failed: UserError | RunError
     try:
         return work()
     except (UserError, RunError) as error:
-        complain(str(error))
-        return 2 if isinstance(error, UserError) else 1
+        failed = error
     except KeyboardInterrupt:
         complain("interrupted")
         return 130
@@ -139,6 +139,6 @@ def exit_code(work: Callable[[], int]) -> int:
     except OSError as error:  # of a given path, such as a name that is too long
         if error.filename is None:  # a bug: show the traceback
             raise
-        refused = of_path(error)
-        complain(str(refused))
-        return 2 if isinstance(refused, UserError) else 1
+        failed = of_path(error)
+    complain(str(failed))
+    return 2 if isinstance(failed, UserError) else 1

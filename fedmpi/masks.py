@@ -196,49 +196,45 @@ def make_mask(
 def try_out(name: str, mask: Mask) -> None:
     """Refuse a mask from outside that does not work, before a run begins: on votes that are mixed and on votes in
     order, whole and cut as ranks would have them."""
-    mixed_S = torch.arange(41).mul(7).remainder(9).sub(4).to(torch.int8)
+    mixed_S, clients = torch.arange(41).mul(7).remainder(9).sub(4).to(torch.int8), 4
     for votes_S in (mixed_S, mixed_S.sort().values):
-        try_votes(name, mask, votes_S, clients=4)
+        try:
+            tiles = [[try_tile(name, mask, votes_S, clients, *ends) for ends in pairwise(at)] for at in CUTS]
+            whole, *cuts = map(torch.cat, tiles)
+        except UserError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise UserError(f"mask '{name}' raised {raised(error)} on the votes of {clients} clients") from error
+        if odd := (~((whole >= 0) & (whole <= 1))).nonzero().flatten().tolist():
+            given = f"{whole[odd[0]]:g} for {votes_S[odd[0]]} votes of {clients} clients"
+            raise UserError(f"mask '{name}' returned {given}; it must keep to 0 ... 1")
+        if not all(torch.equal(whole, cut) for cut in cuts):
+            raise UserError(
+                f"mask '{name}' is not elementwise: cut elsewhere, the same votes give other values, and so would "
+                "another number of ranks; decide element by element, or ask how whole layers voted: "
+                "Mask(keep, layers=True)"
+            )
 
 
-def try_votes(name: str, mask: Mask, votes_S: Tensor, clients: int) -> None:
-    """Refuse a mask that does not work on these votes, which are those of two layers."""
+def try_tile(name: str, mask: Mask, votes_S: Tensor, clients: int, low: int, high: int) -> Tensor:
+    """Return the mask of a tile of these votes, which are those of two layers; refuse one of the wrong type or shape,
+    and a mask that writes to its arguments."""
     mean_S = votes_S / clients + torch.linspace(-0.2, 0.2, 41)
     square_S = mean_S.square() + torch.linspace(0.0, 0.5, 41)
     spans = [Span("a", 0, torch.Size([24]), False), Span("b", 24, torch.Size([17]), False)]
     layers = LayerVotes(spans, clients, votes_S.device)
     layers.add([(0, votes_S)])
-
-    def keep(low: int, high: int) -> Tensor:
-        given = [t[low:high].clone() for t in (votes_S, mean_S, square_S)]
-        kept_S: object = mask.over(low, given[0], clients, given[1], given[2], layers)
-        if not all(torch.equal(t, of[low:high]) for t, of in zip(given, (votes_S, mean_S, square_S), strict=True)):
-            raise UserError(f"mask '{name}' writes into what it is given, which is used again; work on copies")
-        if not isinstance(kept_S, Tensor) or kept_S.shape != given[0].shape or kept_S.dtype != torch.float32:
-            came = type(kept_S).__name__
-            if isinstance(kept_S, Tensor):
-                came = f"{kept_S.dtype} of shape {tuple(kept_S.shape)}"
-            raise UserError(f"mask '{name}' returned {came}; it must be torch.float32 of the shape of the votes")
-        return kept_S
-
-    try:
-        whole = keep(0, 41)
-        odd = (~((whole >= 0) & (whole <= 1))).nonzero().flatten().tolist()
-        cuts = [torch.cat([keep(low, high) for low, high in pairwise(at)]) for at in CUTS]
-    except UserError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise UserError(f"mask '{name}' raised {raised(error)} on the votes of {clients} clients") from error
-    if odd:
-        value, votes = float(whole[odd[0]]), int(votes_S[odd[0]])
-        raise UserError(
-            f"mask '{name}' returned {value:g} for {votes} votes of {clients} clients; it must keep to 0 ... 1"
-        )
-    if not all(torch.equal(whole, cut) for cut in cuts):
-        raise UserError(
-            f"mask '{name}' is not elementwise: cut elsewhere, the same votes give other values, and so would another "
-            "number of ranks; decide element by element, or ask how whole layers voted: Mask(keep, layers=True)"
-        )
+    votes, mean, square = given = [t[low:high].clone() for t in (votes_S, mean_S, square_S)]
+    kept_S: object = mask.over(low, votes, clients, mean, square, layers)
+    if not all(torch.equal(t, of[low:high]) for t, of in zip(given, (votes_S, mean_S, square_S), strict=True)):
+        raise UserError(f"mask '{name}' writes into what it is given, which is used again; work on copies")
+    if not isinstance(kept_S, Tensor) or kept_S.shape != votes.shape or kept_S.dtype != torch.float32:
+        came = type(kept_S).__name__
+        if isinstance(kept_S, Tensor):
+            came = f"{kept_S.dtype} of shape {tuple(kept_S.shape)}"
+        raise UserError(f"mask '{name}' returned {came}; it must be torch.float32 of the shape of the votes")
+    return kept_S
 
 
-CUTS = ((0, 1, 41), (0, 20, 41), (0, 8, 24, 40, 41), (0, 7, 13, 22, 31, 41))  # ranks' slices of 41 elements
+# ranks' slices of 41 elements, the whole first
+CUTS = ((0, 41), (0, 1, 41), (0, 20, 41), (0, 8, 24, 40, 41), (0, 7, 13, 22, 31, 41))

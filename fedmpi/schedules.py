@@ -24,44 +24,32 @@ def as_rate(lr: float | Rate) -> Rate:
 
 def make_rate(option: str, schedule: str, lr: float, rounds: int) -> Rate:
     """Return the learning rate lr under a schedule over that many rounds in all."""
+
+    def whole(what: str, number: float) -> int:
+        if number < 1 or number != int(number):
+            raise UserError(f"{option} is '{schedule}'; a {what} takes a whole number of rounds, 1 or more")
+        return int(number)
+
     front, plus, back = schedule.partition("+")
     name, numbers = read_spec(option, front, ALL)
-    warm, after = 0, front
-    if name == "warmup":
-        warm = whole(option, schedule, "warm-up", numbers["rounds"])
-        after = back or "constant"
     if plus and (name != "warmup" or not back):
         right = "a '+' stands between a warm-up and a schedule: warmup:rounds+cosine"
         raise UserError(f"{option} is '{schedule}'; {right}")
-    factor = decay(option, after, max(rounds - warm, 1))
-    return lambda t: lr * t / (warm + 1) if t <= warm else lr * factor(t - warm)
-
-
-def decay(option: str, schedule: str, rounds: int) -> Rate:
-    """Return the factor of round t = 1 ... rounds of a schedule without its warm-up."""
-    name, numbers = read_spec(option, schedule, SCHEDULES)
-    if name == "step":
-        every = whole(option, schedule, "step", numbers["rounds"])
-        factor = share(option, schedule, numbers["factor"])
-        return lambda t: factor ** ((t - 1) // every)
-    if name == "cosine":
-        last = share(option, schedule, numbers.get("last", 0.0))
-        return lambda t: last + (1 - last) * (1 + math.cos(math.pi * (t - 1) / rounds)) / 2
-    return lambda t: 1.0
-
-
-def whole(option: str, schedule: str, what: str, number: float) -> int:
-    """Return a number of rounds, refused unless it is whole and positive."""
-    if number < 1 or number != int(number):
-        raise UserError(f"{option} is '{schedule}'; a {what} takes a whole number of rounds, 1 or more")
-    return int(number)
-
-
-def share(option: str, schedule: str, number: float) -> float:
-    """Return a factor, refused unless it lies in [0, 1]."""
-    if not 0 <= number <= 1:
+    warm = 0
+    if name == "warmup":
+        warm = whole("warm-up", numbers["rounds"])
+        name, numbers = read_spec(option, back or "constant", SCHEDULES)
+    every = whole("step", numbers.get("rounds", 1))
+    low = numbers.get("factor", numbers.get("last", 0.0))
+    if not 0 <= low <= 1:
         raise UserError(f"{option} is '{schedule}'; its factor must lie in [0, 1]")
-    return number
+    factors: dict[str, Rate] = {  # of rounds 1, 2, ... after the warm-up
+        "constant": lambda t: 1.0,
+        "step": lambda t: low ** ((t - 1) // every),
+        "cosine": lambda t: low + (1 - low) * (1 + math.cos(math.pi * (t - 1) / max(rounds - warm, 1))) / 2,
+    }
+    factor = factors[name]
+    return lambda t: lr * t / (warm + 1) if t <= warm else lr * factor(t - warm)
 
 
 def read_spec(option: str, text: str, known: Mapping[str, tuple[str, ...]]) -> tuple[str, dict[str, float]]:

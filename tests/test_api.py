@@ -488,7 +488,7 @@ WRONG_DATA: dict[str, tuple[Any, Any, str]] = {
     "pictures that are no tensors": (
         [Items(["picture"], [0])],
         Items(["picture"], [0]),
-        "data set 'your data' has train items of ['str', 'int']; an item must be a pair of a tensor and a number",
+        "data set 'your data' has train items of ['str', 'int']; it needs pairs of a tensor and a number",
     ),
     "an item that cannot be read": (
         [Items([], [0])],

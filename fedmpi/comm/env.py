@@ -98,7 +98,11 @@ def rendezvous(place: Place, environ: Env) -> tuple[str, int] | None:
             f"{place.launcher} set no SLURM_JOB_ID or no SLURM_STEP_NODELIST, so the ranks cannot find each other: "
             "export MASTER_ADDR and MASTER_PORT"
         )
-    return expand_hosts(nodes)[0], _slurm_port(environ)
+    job = _whole(environ, "SLURM_JOB_ID")
+    step = _whole(environ, "SLURM_STEP_ID", default=0)
+    restart = _whole(environ, "SLURM_RESTART_COUNT", default=0)
+    port = 20000 + (job + 101 * step + 1009 * restart) % 10000  # below Linux's ephemeral ports
+    return expand_hosts(nodes)[0], port
 
 
 def check_mpi_world(place: Place, rank: int, size: int) -> None:
@@ -111,12 +115,8 @@ def check_mpi_world(place: Place, rank: int, size: int) -> None:
             f"this is rank {place.rank} of {size} by {place.launcher} but rank {rank} by MPI: launched twice? "
             "start with either mpiexec or srun"
         )
-    if place.launcher == "alone":
-        raise UserError(
-            f"MPI sees a world of {size} but no known launcher set its variables: start with srun or the mpiexec of "
-            f"MPICH or Open MPI, or export {', '.join(TORCH)} for each rank"
-        )
     fixes = {
+        "alone": f"start with srun or the mpiexec of MPICH or Open MPI, or export {', '.join(TORCH)} for each rank",
         "srun": "start with 'srun --mpi=pmi2' (MPICH) or 'srun --mpi=pmix' (Open MPI), or with mpiexec inside sbatch",
         "submitit": "pass slurm_srun_args=['--mpi=pmi2'] (MPICH) or ['--mpi=pmix'] (Open MPI), or use --comm torch",
         "torchrun": f"use --comm torch, or start with 'mpiexec -n {place.size} python -m mpi4py -m fedmpi ...'",
@@ -124,19 +124,16 @@ def check_mpi_world(place: Place, rank: int, size: int) -> None:
         "mpi": "mpi4py loads another MPI library than this mpiexec belongs to; use the mpiexec of the library it loads",
     }
     harm = "each rank would train alone" if size == 1 else "the ranks would not be one federation"
-    started = f"{place.launcher} started {place.size} ranks but MPI sees a world of {size}"
-    raise UserError(f"{started}, so {harm}: {fixes[place.launcher]}")
+    alone = place.launcher == "alone"
+    started = "no known launcher set its variables" if alone else f"{place.launcher} started {place.size} ranks"
+    raise UserError(f"{started} but MPI sees a world of {size}, so {harm}: {fixes[place.launcher]}")
 
 
 def threads_per_rank(place: Place, given: int | None, cores: int) -> int:
     """Return the threads of this rank: as given, else the cores the launcher assigned, else a share of the node."""
     if given is not None:
-        if given < 1:
-            raise UserError(f"threads={given} but a rank needs at least 1; leave it out for a share of the cores")
         return given
-    if place.cores is not None:
-        return max(1, min(place.cores, cores))
-    return max(1, cores // place.local_size)
+    return max(1, cores // place.local_size if place.cores is None else min(place.cores, cores))
 
 
 def available_cores() -> int:
@@ -152,15 +149,10 @@ def choose_device(place: Place, want: str, cuda_devices: int) -> str:
         raise unknown("device", want, ("auto", "cpu", "cuda", "cuda:N"))
     if want == "cpu" or (want == "auto" and cuda_devices == 0):
         return "cpu"
-    if cuda_devices == 0:
-        raise UserError(
-            f"device '{want}' but no CUDA device is visible: use 'cpu' or 'auto', or check CUDA_VISIBLE_DEVICES"
-        )
-    if match.group(1) is None:
-        return f"cuda:{place.local_rank % cuda_devices}"
-    number = int(match.group(1))
+    number = int(match[1]) if match[1] else place.local_rank % max(cuda_devices, 1)
     if number >= cuda_devices:
-        raise UserError(f"device '{want}' but {cuda_devices} are visible, numbered from 0; use 'cuda' for one per rank")
+        there = f"{cuda_devices} CUDA devices are visible, numbered from 0"
+        raise UserError(f"device '{want}' but {there}: use 'auto', or check CUDA_VISIBLE_DEVICES")
     return f"cuda:{number}"
 
 
@@ -294,7 +286,13 @@ def _torchrun(environ: Env, outer: Place | None) -> Place | None:
     if inner is None:
         return outer
     if elastic:
-        return _check_agents(environ, inner, outer)
+        # An elastic job that lost a node has fewer agents than tasks, but a rendezvous id given by the user.
+        agents = _whole(environ, "GROUP_WORLD_SIZE", default=inner.size // inner.local_size)
+        if outer is None or agents >= outer.size or not re.fullmatch(OWN_ID, environ["TORCHELASTIC_RUN_ID"]):
+            return inner
+        fix = "use one of the two launchers, or give torchrun --nnodes and one --rdzv-id and --rdzv-endpoint for all"
+        tasks = f"{outer.launcher} started {outer.size} tasks, each with its own torchrun"
+        raise _twice(environ, inner, outer, f"{tasks}; {fix}")
     if outer is None:
         procid = environ.get("SLURM_PROCID", str(inner.rank))
         if environ.get("SLURM_NTASKS") == str(inner.size) and procid != str(inner.rank):  # of a batch script
@@ -306,17 +304,6 @@ def _torchrun(environ: Env, outer: Place | None) -> Place | None:
     if outer.size == 1:
         return inner
     raise _twice(environ, inner, outer, f"unset RANK and WORLD_SIZE to use the ranks of {outer.launcher}")
-
-
-def _check_agents(environ: Env, inner: Place, outer: Place | None) -> Place:
-    """Return `inner`; raise a UserError if every outer task started its own, unconnected torchrun. An elastic job that
-    lost a node may have fewer agents than tasks, but its rendezvous id was given by the user."""
-    agents = _whole(environ, "GROUP_WORLD_SIZE", default=inner.size // inner.local_size)
-    if outer is None or agents >= outer.size or not re.fullmatch(OWN_ID, environ["TORCHELASTIC_RUN_ID"]):
-        return inner
-    fix = "use one of the two launchers, or give torchrun --nnodes and one --rdzv-id and --rdzv-endpoint for all"
-    tasks = f"{outer.launcher} started {outer.size} tasks, each with its own torchrun"
-    raise _twice(environ, inner, outer, f"{tasks}; {fix}")
 
 
 def _read(environ: Env, launcher: str, names: tuple[str, str, str, str], local_size: int | None = None) -> Place | None:
@@ -356,14 +343,6 @@ def _twice(environ: Env, inner: Place, outer: Place, fix: str) -> UserError:
         names["submitit"] = "SLURM_PROCID"
     two = f"{names[inner.launcher]}={inner.rank} ({inner.launcher}) but {names[outer.launcher]}={outer.rank}"
     return UserError(f"{two}: launched twice? {fix}")
-
-
-def _slurm_port(environ: Env) -> int:
-    """Return a port below Linux's ephemeral range that differs between steps and restarts of a job."""
-    job = _whole(environ, "SLURM_JOB_ID")
-    step = _whole(environ, "SLURM_STEP_ID", default=0)
-    restart = _whole(environ, "SLURM_RESTART_COUNT", default=0)
-    return 20000 + (job + 101 * step + 1009 * restart) % 10000
 
 
 def _numbers(ranges: str) -> list[str]:

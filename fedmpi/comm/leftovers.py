@@ -24,11 +24,11 @@ OUR_SECONDS, MPI_SECONDS = 60.0, 600.0  # minimum time since the last change
 
 
 @contextlib.contextmanager
-def in_use(folder: Path) -> Iterator[None]:
+def in_use(folder: Path, lock_type: int = fcntl.LOCK_SH) -> Iterator[None]:
     """Mark a folder as in use by this process and its forks, until all of them have ended."""
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(lock, fcntl.LOCK_SH)
+        fcntl.flock(lock, lock_type)
         yield
     finally:
         os.close(lock)
@@ -65,16 +65,10 @@ def old(path: Path, kind: int, seconds: float) -> bool:
 def locked(folder: Path) -> bool:
     """Return whether a living process marks a folder as in use."""
     try:
-        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        with in_use(folder, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            return False
     except OSError:
         return True
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return False
-    except OSError:
-        return True
-    finally:
-        os.close(lock)
 
 
 def mapped_files() -> set[str]:

@@ -58,12 +58,9 @@ def agree_early(place: Place, over_mpi: bool, find: Callable[[], T]) -> T:
     try:
         with agreed(comm):
             found = find()
-    except UserError as error:
+    except (UserError, CommonError) as error:
         comm.close()
-        raise AgreedError(str(error)) from None
-    except CommonError:
-        comm.close()
-        raise
+        raise (AgreedError(str(error)) if isinstance(error, UserError) else error) from None
     comm.ends_mpi = False
     comm.close()
     return found

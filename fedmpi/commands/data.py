@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor
 
 from ..clients.feed import Seeded
 from ..data import DATASETS, Arrays, Data, Datasets, Ints, Partition, find_data
 from ..data.sets import shakespeare
-from ..data.store import Source, data_root, digest, prepared_files, read_prepared
+from ..data.store import Source, data_root, find_files, prepared_files, read_prepared, read_verified
 from ..data.styles import seen
 from ..errors import UserError, one_line, unknown
 from ..experiments.report.figures.split import Row, View, draw, save
@@ -82,17 +80,15 @@ class ShowOptions(DataOptions):
     names: list[str] = positional("NAME", many=True)
     """Data set, or your own as package.module:name."""
     split: str = "classes"
-    """How to split the data over the clients: iid, classes, dirichlet, quantity, natural (by writer or role); for
-    coloured and rotated data also feature (like iid) and mixed (like classes)."""
     clients: int = knob(100, low=1)
-    """Clients in the federation."""
     seed: int = knob(0, low=0)
-    """Seed of the split."""
     skew: Skew = field(default_factory=Skew)
     samples: int | None = knob(None, low=1, high=24)
     """Samples of each client to show. Default: 8 images, or 3 texts."""
     out: str | None = None
     """Picture to write, a .png. Default: NAME-SPLIT.png in the current folder."""
+
+    documented = (Config,)  # has the help texts of the others
 
 
 def main(arguments: list[str]) -> int:
@@ -109,15 +105,7 @@ def main(arguments: list[str]) -> int:
 
 # List
 
-
-class State(NamedTuple):
-    """The state of a data set."""
-
-    words: str
-    wanted: str = ""
-    """instructions for missing files"""
-    troubles: Sequence[str] = ()
-    """problems with prepared files"""
+DAMAGED = "damaged"
 
 
 def list_all(arguments: list[str]) -> int:
@@ -125,59 +113,44 @@ def list_all(arguments: list[str]) -> int:
     options = read_options(ListOptions, arguments, "data list", LIST)
     base = data_root(options.folder)
     sources = {name: row.source(options.folder) for name, row in DATASETS.items()}
-    states: dict[str, State] = {}  # by source: several data sets may share one
+    states: dict[str, tuple[str, list[str]]] = {}  # by source: several data sets may share one
     for source in sources.values():
         if source.name not in states:
             states[source.name] = state_of(source, base, options.verify)
     print(f"data root: {base}{'' if base.is_dir() else ' (does not exist yet)'}\n")
-    rows = [(name, row.about, states[sources[name].name].words) for name, row in DATASETS.items()]
+    rows = [(name, row.about, states[sources[name].name][0]) for name, row in DATASETS.items()]
     print("\n".join(align([("name", "what it is", "state"), *rows], rule=True)))
     notes = []
-    for key, state in states.items():
+    for key, (_, found) in states.items():
         names = ", ".join(name for name, source in sources.items() if source.name == key)
-        notes += [f"{names}: {trouble}" for trouble in state.troubles]
-        notes += [f"{names}: {state.wanted}"] if state.wanted else []
+        notes += [f"{names}: {note}" for note in found]
     if notes:
         print("\n" + "\n".join(notes))
-    return 1 if any(state.troubles for state in states.values()) else 0
+    return 1 if DAMAGED in [state for state, _ in states.values()] else 0
 
 
-def state_of(source: Source, base: Path, verify: bool) -> State:
-    """Return the state of a source's data set; read prepared files only to `verify` them."""
-    try:
-        files = [path for path in prepared_files(source, base) if path.is_file()]
-        here = source.generated or bool(source.find(base))
-        size = amount(files[0].stat().st_size) if files else ""
-    except OSError as error:
-        raise UserError(f"data root {base} cannot be read ({error}); make it readable, or give another") from error
-    wanted = "" if here else source.wanted.format(root=base)
+def state_of(source: Source, base: Path, verify: bool) -> tuple[str, list[str]]:
+    """Return the state of a source's data set, with the problems of prepared files, which are read only to `verify`
+    them, and the instructions for missing files."""
+    files = [path for path in prepared_files(source, base) if path.is_file()]
+    here = source.generated or bool(find_files(source, base))
+    wanted = [] if here else [source.wanted.format(root=base)]
     if files:
-        reasons = {path: trouble_with(path) for path in files} if verify else {}
+        size = amount(files[0].stat().st_size)
         advice = "its next use prepares it again" if here else "remove it"
-        troubles = [f"{path} is damaged ({reason}); {advice}" for path, reason in reasons.items() if reason]
+        troubles = []
+        for path in files if verify else []:
+            try:
+                read_verified(path)
+            except (OSError, safetensors.SafetensorError) as error:
+                troubles.append(f"{path} is damaged ({one_line(error)}); {advice}")
         if troubles:
-            return State("damaged", wanted, troubles)
-        return State(f"prepared, verified ({size})" if verify else f"prepared ({size})")
+            return DAMAGED, [*troubles, *wanted]
+        return f"prepared, verified ({size})" if verify else f"prepared ({size})", []
     if here:
-        return State("generated at first use" if source.generated else "source here")
+        return "generated at first use" if source.generated else "source here", []
     fetched = source.fetch is not None and not os.environ.get("FEDMPI_OFFLINE")
-    return State("can be downloaded" if fetched else "missing", wanted)
-
-
-def trouble_with(path: Path) -> str:
-    """Return what is wrong with a prepared file; '' if it is intact."""
-    try:
-        sound = digest(safetensors.torch.load_file(path)) == written_digest(path)
-    except (OSError, safetensors.SafetensorError) as error:
-        return one_line(error)
-    return "" if sound else "its content does not match its SHA-256"
-
-
-def written_digest(path: Path) -> str:
-    """Return the SHA-256 that is stored in a prepared file."""
-    with safetensors.safe_open(path, "pt") as file:
-        about: dict[str, str] = file.metadata() or {}
-    return about.get("sha256", "")
+    return "can be downloaded" if fetched else "missing", wanted
 
 
 # Prepare
@@ -203,7 +176,7 @@ def prepared(name: str, folder: Path | None) -> str:
     row, base = find_data(name), data_root(folder)
     source = row.source(folder)
     files = prepared_files(source, base)
-    before = [mark(path) for path in files]
+    before = {path: path.stat().st_ino for path in files if path.is_file()}
     started = perf_counter()
     data = row.load(folder)
     seconds = perf_counter() - started
@@ -214,18 +187,10 @@ def prepared(name: str, folder: Path | None) -> str:
     path = next((path for path in files if read_prepared(path, source, base, quiet=True) is not None), None)
     if path is None:
         return "\n".join([*lines, f"  read in {seconds:.1f} s and not kept: data root and cache are not writable"])
-    done = "prepared already, verified" if mark(path) in before else "prepared"
-    lines.append(f"  {done} in {seconds:.1f} s: {path}, {amount(path.stat().st_size)}")
-    return "\n".join([*lines, f"  SHA-256 of its content: {written_digest(path)}"])
-
-
-def mark(path: Path) -> tuple[int, int] | None:
-    """Return the identity of a file, which changes when it is replaced; None if there is no file."""
-    try:
-        stat = path.stat()
-    except OSError:
-        return None
-    return stat.st_ino, stat.st_mtime_ns
+    stat = path.stat()
+    done = "prepared already, verified" if before.get(path) == stat.st_ino else "prepared"
+    lines.append(f"  {done} in {seconds:.1f} s: {path}, {amount(stat.st_size)}")
+    return "\n".join([*lines, f"  SHA-256 of its content: {data.sha256}"])
 
 
 # Show
@@ -233,7 +198,6 @@ def mark(path: Path) -> tuple[int, int] | None:
 SAMPLED = 8  # clients whose samples are drawn
 LISTED = 400  # clients whose labels are drawn
 ARROW, BLANK, NEW_LINE = "\u2192", "\u2423", "\u21b5"
-DECODE: dict[str, Callable[[Ints], str]] = {"shakespeare": shakespeare.decode}
 
 
 def show(arguments: list[str]) -> int:
@@ -242,16 +206,8 @@ def show(arguments: list[str]) -> int:
     if len(options.names) != 1:
         raise UserError(f"data show needs one data set, not {len(options.names)}: {', '.join(DATASETS)}, or your own")
     name = options.names[0]
-    given = Config(
-        data=name,
-        data_root=options.data_root,
-        split=options.split,
-        clients=options.clients,
-        seed=options.seed,
-        skew=options.skew,
-        cohort=1,
-    )
-    cfg = build.prepare(given).cfg
+    same: dict[str, Any] = {n: getattr(options, n) for n in ("data_root", "split", "clients", "seed", "skew")}
+    cfg = build.prepare(Config(data=name, cohort=1, **same)).cfg
     out = picture_file(options.out, f"{name}-{cfg.split}")
     data, partition, _ = build.load_data(cfg)
     labels = data.class_labels(needed=True)
@@ -305,39 +261,33 @@ def counted(partition: Partition, labels: Ints | None, kinds: int) -> Ints:
 
 def summary(cfg: Config, data: Data, partition: Partition, labels: Ints | None) -> str:
     """Return a summary of a split."""
-    sizes, clients = partition.sizes, partition.clients
+    sizes = partition.sizes
     kinds = f"{data.kinds} classes" if labels is not None else "no classes"
     head = (
-        f"{cfg.data}, split {described(cfg)}: {clients:,} clients have {len(partition.order):,} of {data.samples:,} "
-        f"train samples; {data.tests:,} test samples, {kinds}"
+        f"{cfg.data}, split {described(cfg)}: {partition.clients:,} clients have {len(partition.order):,} of "
+        f"{data.samples:,} train samples; {data.tests:,} test samples, {kinds}"
     )
     each = f"samples per client: min {sizes.min():,}, median {np.median(sizes):,.0f}, max {sizes.max():,}"
     if labels is not None:
-        owner = np.repeat(np.arange(clients), np.diff(partition.offsets))
-        held = len(np.unique(owner * data.kinds + labels[partition.order]))
-        each += f"; classes per client: mean {held / clients:.1f}"
+        each += f"; classes per client: mean {partition.summary(labels, data.kinds)['classes_per_client']:.1f}"
     return "\n".join([head, each] + ([data.note] if data.note else []))
 
 
 def sampled(data: Data, partition: Partition, count: int | None, seed: int) -> list[Row]:
     """Return samples of the first clients and of the test set; [] if they are neither images nor text."""
-    decode = DECODE.get(data.name) if data.kind == "sequences" else None
-    if decode is None and not shows_images(data):
+    text = data.name == "shakespeare" and data.kind == "sequences"
+    pictures = data.sample[0].dtype == torch.uint8 and len(data.shape) == 3 and data.shape[0] in (1, 3)
+    if not text and not pictures:
         return []
-    count = count or (8 if decode is None else 3)
+    count = count or (3 if text else 8)
     rng = np.random.default_rng(seed)
     rows = []
     for cid in (*range(min(SAMPLED, partition.clients)), None):
         pool = np.arange(data.tests) if cid is None else partition.of(cid)
         picked = np.sort(rng.choice(pool, min(count, len(pool)), replace=False))
-        some = texts(data, picked, cid is None, decode) if decode else images(data, picked, cid is None)
+        some = texts(data, picked, cid is None) if text else images(data, picked, cid is None)
         rows.append(Row("test set" if cid is None else f"client {cid}", some))
     return rows
-
-
-def shows_images(data: Data) -> bool:
-    """Return whether samples are grey or colour images in bytes."""
-    return data.sample[0].dtype == torch.uint8 and len(data.shape) == 3 and data.shape[0] in (1, 3)
 
 
 def images(data: Data, picked: Ints, test: bool) -> Tensor:
@@ -358,10 +308,11 @@ def images(data: Data, picked: Ints, test: bool) -> Tensor:
         ) from error
 
 
-def texts(data: Data, picked: Ints, test: bool, decode: Callable[[Ints], str]) -> list[str]:
+def texts(data: Data, picked: Ints, test: bool) -> list[str]:
     """Return texts, one line each, with the letter that follows after an arrow."""
     assert isinstance(data, Arrays), "only built-in data sets have an alphabet"
     x, y = (data.test_x, data.test_y) if test else (data.x, data.y)
+    decode = shakespeare.decode
     pairs = [(decode(x[i].numpy()), decode(y[i : i + 1].numpy())) for i in picked.tolist()]
     return [f"{before} {ARROW} {after.replace(' ', BLANK)}".replace("\n", NEW_LINE) for before, after in pairs]
 

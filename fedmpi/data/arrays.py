@@ -127,9 +127,8 @@ class Arrays(Data):
 
     def __post_init__(self) -> None:
         noun = "images" if self.x.ndim == 4 else "samples"
-        for part, x, y in (("train", self.x, self.y), ("test", self.test_x, self.test_y)):
-            self._check_samples(part, noun, x, len(y))
-            self._check_labels(part, y)
+        self._check_part("train", noun, self.x, self.y)
+        self._check_part("test", noun, self.test_x, self.test_y)
         if self.x.shape[1:] != self.test_x.shape[1:] or self.x.dtype != self.test_x.dtype:
             given = f"train {noun} {_about(self.x)} and test {noun} {_about(self.test_x)}"
             raise self.refuse(given, "the same shape and kind in both")
@@ -181,21 +180,18 @@ class Arrays(Data):
     def split_labels(self, needed: bool) -> Ints | None:
         return self.class_labels(needed) if self.strata is None else self.strata.numpy()
 
-    def _check_samples(self, part: str, noun: str, x: Tensor, labels: int) -> None:
-        """Check that x are samples of one of the kinds, as many as there are labels."""
+    def _check_part(self, part: str, noun: str, x: Tensor, y: Tensor) -> None:
+        """Check that x are samples of one kind, and y a label each: classes in range, or numbers to predict."""
         images, sequences = x.dtype == torch.uint8 and x.ndim == 4, not x.is_floating_point() and x.ndim == 2
         if not (images or sequences or (x.dtype == torch.float32 and x.ndim >= 2)) or x.dtype == torch.bool:
             valid = "torch.uint8 [n, channels, height, width], integers [n, length] or torch.float32 [n, ...]"
             raise self.refuse(f"{part} {noun} of {_about(x)}", valid)
-        if len(x) != labels or not labels:
-            given = f"{len(x)} {part} {noun} and {labels} {part} labels"
+        if len(x) != len(y) or not len(y):
+            given = f"{len(x)} {part} {noun} and {len(y)} {part} labels"
             raise self.refuse(given, "one label each, and at least one sample")
         if sequences and not 0 <= int(x.min()) <= int(x.max()) < max(self.tokens, 1):
             given = f"{part} tokens from {int(x.min())} to {int(x.max())}"
             raise self.refuse(given, f"0 to tokens - 1 = {self.tokens - 1}")
-
-    def _check_labels(self, part: str, y: Tensor) -> None:
-        """Check that y are classes in range, or numbers to predict."""
         if not self.goal.whole:
             if y.dtype != torch.float32:
                 raise self.refuse(f"{part} labels of {_about(y)}", "torch.float32 [n, ...] for regression")
@@ -204,9 +200,8 @@ class Arrays(Data):
             raise self.refuse(f"{part} labels of {_about(y)}", "torch.int64 [n], or [n, length]")
         if self.classes < 1:
             raise self.refuse(f"{self.classes} classes", "at least one")
-        low, high = int(y.min()), int(y.max())
-        if low < 0 or high >= self.classes:
-            given = f"{part} labels from {low} to {high}"
+        if not 0 <= int(y.min()) <= int(y.max()) < self.classes:
+            given = f"{part} labels from {int(y.min())} to {int(y.max())}"
             raise self.refuse(given, f"0 to {self.classes - 1} for {self.classes} classes")
 
 

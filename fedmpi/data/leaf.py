@@ -61,8 +61,14 @@ def read(files: list[Path], convert: Convert) -> Tensors:
     """Return the tensors of LEAF's files, split by client."""
     parts: dict[str, Clients] = {"train": {}, "test": {}}
     for file in files:
-        for user, samples in users_of(file, convert):
-            parts[file.parent.name].setdefault(user, []).append(samples)
+        try:
+            for user, samples in users_of(file, convert):
+                parts[file.parent.name].setdefault(user, []).append(samples)
+        except UserError:
+            raise
+        except ValueError as error:
+            fix = "create it again with LEAF's preprocess.sh"
+            raise UserError(f"{file} is not a valid LEAF file: {error}; {fix}") from error
     where = files[0].parent.parent
     for part, clients in parts.items():
         if not clients:
@@ -77,57 +83,38 @@ def read(files: list[Path], convert: Convert) -> Tensors:
 
 
 def users_of(path: Path, convert: Convert) -> Iterator[tuple[str, Samples]]:
-    """Yield each user of a file with its samples; users without samples are left out."""
-    users, counts, data = document(path)
-    for user, count in zip(users, counts, strict=True):
-        x, y = samples_of(path, user, count, data.pop(user, None))
-        if not y:
-            continue
-        try:
-            samples = convert(x, y)
-        except ValueError as error:
-            raise invalid(path, f"user {user!r} has {error}") from error
-        yield user, samples
-    for user, rest in data.items():  # LEAF keeps dropped users, without samples
-        if rest != {"x": [], "y": []}:
-            raise invalid(path, f"user_data has {user!r}, who is not in users")
-
-
-def document(path: Path) -> tuple[list[str], list[int], dict[str, Any]]:
-    """Return the users of a file, the number of samples per user, and the samples by user."""
+    """Yield each user with samples, and these; raise a ValueError if LEAF did not write the file."""
     content = unpacked(path)
     try:
         found = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise invalid(path, f"it is not JSON, or cut short ({error})") from error
+        raise ValueError(f"it is not JSON, or cut short ({error})") from error
+    del content  # it may fill the memory
     for key, kind in (("users", list), ("num_samples", list), ("user_data", dict)):
         if not isinstance(found, dict) or not isinstance(found.get(key), kind):
-            raise invalid(path, f"it has no {'object' if kind is dict else 'list'} '{key}'")
+            raise ValueError(f"it has no {'object' if kind is dict else 'list'} '{key}'")
     users, counts, data = (found[key] for key in ("users", "num_samples", "user_data"))
     if not all(isinstance(user, str) for user in users):
-        raise invalid(path, "users are not all names")
+        raise ValueError("users are not all names")
     if len(users) != len(counts):
-        raise invalid(path, f"it has {len(users)} users and {len(counts)} num_samples")
-    return users, counts, data
-
-
-def samples_of(path: Path, user: str, count: int, entry: object) -> tuple[list[Any], list[Any]]:
-    """Return x and y of a user's entry in user_data, which must have num_samples elements."""
-    if entry is None:
-        raise invalid(path, f"user {user!r} is in users, but has no user_data")
-    x, y = (entry.get(key) for key in ("x", "y")) if isinstance(entry, dict) else (None, None)
-    if not isinstance(x, list) or not isinstance(y, list):
-        raise invalid(path, f"user {user!r} has no lists 'x' and 'y'")
-    if len(x) != len(y):
-        raise invalid(path, f"user {user!r} has {len(x)} x and {len(y)} y")
-    if count != len(y):
-        raise invalid(path, f"user {user!r} has {len(y)} samples and num_samples {count}")
-    return x, y
-
-
-def invalid(path: Path, what: str) -> UserError:
-    """Return the error for a file that LEAF did not write."""
-    return UserError(f"{path} is not a valid LEAF file: {what}; create it again with LEAF's preprocess.sh")
+        raise ValueError(f"it has {len(users)} users and {len(counts)} num_samples")
+    for user, count in zip(users, counts, strict=True):
+        if (entry := data.pop(user, None)) is None:
+            raise ValueError(f"user {user!r} is in users, but has no user_data")
+        x, y = (entry.get(key) for key in ("x", "y")) if isinstance(entry, dict) else (None, None)
+        if not isinstance(x, list) or not isinstance(y, list):
+            raise ValueError(f"user {user!r} has no lists 'x' and 'y'")
+        if not len(x) == len(y) == count:
+            raise ValueError(f"user {user!r} has {len(x)} x, {len(y)} y and num_samples {count}")
+        if y:
+            try:
+                samples = convert(x, y)
+            except ValueError as error:
+                raise ValueError(f"user {user!r} has {error}") from error
+            yield user, samples
+    for user, rest in data.items():  # LEAF keeps dropped users, without samples
+        if rest != {"x": [], "y": []}:
+            raise ValueError(f"user_data has {user!r}, who is not in users")
 
 
 def by_client(clients: Clients, where: Path) -> Tensors:

@@ -84,9 +84,9 @@ def check_outputs(outputs: object, labels: Tensor, classes: int, objective: Obje
     if objective not in (CLASSIFY, NEXT, REGRESS):
         return  # the user's own may take anything
     wanted = [*labels.shape, classes] if objective.whole else list(labels.shape)
-    shape = list(outputs.shape) if isinstance(outputs, Tensor) else []
     if objective.whole:
-        fits = len(shape) == len(wanted) and shape[:-1] == wanted[:-1] and shape[-1] >= classes
+        shape = list(outputs.shape) if isinstance(outputs, Tensor) else []
+        fits = shape[:-1] == wanted[:-1] and shape[-1:] >= [classes]
     else:
         fits = isinstance(outputs, Tensor) and outputs.numel() == labels.numel()
     if not fits:

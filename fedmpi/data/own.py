@@ -49,10 +49,17 @@ class Datasets(Data):
     def __post_init__(self) -> None:
         for part, dataset in (("train", self.train), ("test", self.test)):
             if not is_map(dataset):
-                raise self._error(f"has a {part} part of {type(dataset).__name__}; it must be a map-style Dataset")
+                raise self.refuse(f"a {part} part of {type(dataset).__name__}", "a map-style Dataset")
             if not length(dataset):
                 raise self.refuse(f"no {part} sample", "at least one")
-            self._check_item(part, dataset)
+            try:
+                item = dataset[0]
+            except Exception as error:
+                raise self._unreadable(f"its first {part} item", error) from error
+            if not isinstance(item, Sequence) or len(item) != 2 or not is_tensor(item[0]) or not is_label(item[1]):
+                kinds = [type(v).__name__ for v in item] if isinstance(item, Sequence) else type(item).__name__
+                fix = "for images add a transform such as torchvision's ToTensor()"
+                raise self.refuse(f"{part} items of {kinds}", f"pairs of a tensor and a number or tensor: {fix}")
         if self.owner is not None:
             self.check_owner(np.asarray(self.owner))
         if self.goal.whole and self.sample[1].ndim and not self.classes:
@@ -63,28 +70,13 @@ class Datasets(Data):
         if found is not None and found.dtype.kind in "iu" and int(found.max()) >= self.classes:
             raise self.wrong_labels(int(found.max()))
 
-    def _error(self, what: str) -> UserError:
-        return UserError(f"data set '{self.name}' {what}")
-
     def _unreadable(self, what: str, error: Exception) -> UserError:
-        return self._error(f"cannot be read: {what} raised {type(error).__name__}: {one_line(error)}")
+        why = f"{what} raised {type(error).__name__}: {one_line(error)}"
+        return UserError(f"data set '{self.name}' cannot be read: {why}")
 
     def wrong_labels(self, one: int) -> UserError:
         """Return the error for a label that is not one of the classes."""
         return self.refuse(f"labels like {one}", f"0 to {self.kinds - 1} for {self.kinds} classes")
-
-    def _check_item(self, part: str, dataset: Dataset[Any]) -> None:
-        """Check that the first item is a pair of a tensor and a label."""
-        try:
-            item = dataset[0]
-        except Exception as error:
-            raise self._unreadable(f"its first {part} item", error) from error
-        if not isinstance(item, Sequence) or len(item) != 2 or not is_tensor(item[0]) or not is_label(item[1]):
-            kinds = [type(v).__name__ for v in item] if isinstance(item, Sequence) else type(item).__name__
-            raise self._error(
-                f"has {part} items of {kinds}; an item must be a pair of a tensor and a number or tensor of numbers: "
-                "for images add a transform such as torchvision's ToTensor()"
-            )
 
     @cached_property
     def sample(self) -> tuple[Tensor, Tensor]:
@@ -125,7 +117,12 @@ class Datasets(Data):
         found = self.labels if self.labels is not None else labels_of(self.train)
         if found is None:
             log.info("reading the labels of all %d samples of '%s'; pass `labels` to skip it", self.samples, self.name)
-            found = self._read_labels()
+            found = []
+            try:
+                for index in range(self.samples):  # of several labels per item, the last one
+                    found.append(int(torch.as_tensor(self.train[index][1]).reshape(-1)[-1]))
+            except Exception as error:
+                raise self._unreadable(f"the label of train item {len(found)}", error) from error
         labels = np.asarray(found)
         if labels.shape != (self.samples,) or labels.dtype.kind not in "iu" or int(labels.min()) < 0:
             given = f"labels {labels.dtype} {list(labels.shape)}"
@@ -133,16 +130,6 @@ class Datasets(Data):
         if self.classes and int(labels.max()) >= self.classes:
             raise self.wrong_labels(int(labels.max()))
         return labels.astype(np.int64)
-
-    def _read_labels(self) -> list[int]:
-        """Return the label of each item; the last one if an item has several."""
-        found: list[int] = []
-        try:
-            for index in range(self.samples):
-                found.append(int(torch.as_tensor(self.train[index][1]).reshape(-1)[-1]))
-        except Exception as error:
-            raise self._unreadable(f"the label of train item {len(found)}", error) from error
-        return found
 
 
 def length(dataset: Dataset[Any]) -> int:

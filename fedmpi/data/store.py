@@ -17,6 +17,7 @@ import hashlib
 import json
 import logging
 import os
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -90,12 +91,9 @@ def as_tensors(**arrays: npt.NDArray[Any]) -> Tensors:
 
 def cache_folder() -> Path:
     """Return the cache folder: $FEDMPI_CACHE, else $XDG_CACHE_HOME/fedmpi, else ~/.cache/fedmpi."""
-    if given := os.environ.get("FEDMPI_CACHE"):
-        return Path(given).expanduser()
-    if base := os.environ.get("XDG_CACHE_HOME"):
-        return Path(base).expanduser() / "fedmpi"
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
-        return Path("~/.cache/fedmpi").expanduser()
+        return Path(os.environ.get("FEDMPI_CACHE") or f"{base}/fedmpi").expanduser()
     except RuntimeError:
         raise UserError("this user has no home folder; set FEDMPI_CACHE to a folder for files to be kept in") from None
 
@@ -184,9 +182,6 @@ def read_source(source: Source, base: Path) -> Tensors:
     if fetch := needed_fetch(source, base):
         try:
             base.mkdir(exist_ok=True, parents=base == cache_folder() / "data")
-        except OSError as error:
-            raise missing(source, base, f"and that folder cannot be made ({error.strerror})") from error
-        try:
             fetch(base)
         except UserError:
             raise
@@ -210,25 +205,20 @@ def missing(source: Source, base: Path, why: str) -> UserError:
 def can_write(folder: Path) -> bool:
     """Return whether files can be created in a folder, made if missing; read-only ones are respected even by root."""
     there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
-    probe = folder / f".{uuid.uuid4().hex}"
     try:
         if not there.stat().st_mode & 0o222:
             return False
         folder.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=folder):
+            return True
     except OSError:
         return False
-    return True
 
 
 def fingerprint(source: Source, base: Path) -> list[list[Any]]:
     """Return name, size and modification time of each file of a source: they change with the source."""
-    try:
-        stats = [(file, file.stat()) for file in find_files(source, base)]
-    except OSError as error:
-        raise UserError(f"{error.filename} of '{source.name}' cannot be looked at ({error.strerror})") from error
-    return [[file.name, stat.st_size, stat.st_mtime_ns] for file, stat in stats]
+    stats = [(file.name, file.stat()) for file in find_files(source, base)]
+    return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
 
 
 def digest(tensors: Tensors) -> str:
@@ -246,30 +236,34 @@ def moments(x: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
         return (), ()
     values = np.arange(256) / 255
     means, deviations = [], []
-    for channel in range(x.shape[1]):
-        count = np.zeros(256)
-        for start in range(0, len(x), 1000):
-            count += np.bincount(x[start : start + 1000, channel].numpy().ravel(), minlength=256)
+    for channel in x.unbind(1):
+        blocks = torch.split(channel, 1000)
+        count = np.sum([np.bincount(block.numpy().ravel(), minlength=256) for block in blocks], axis=0)
         mean = float((count * values).sum() / count.sum())
         means.append(mean)
         deviations.append(float(np.sqrt((count * (values - mean) ** 2).sum() / count.sum())))
     return tuple(means), tuple(deviations)
 
 
+def read_verified(path: Path) -> tuple[Tensors, dict[str, str]]:
+    """Return the tensors and metadata of a prepared file; raise an OSError or a SafetensorError if it is damaged."""
+    with safetensors.safe_open(path, "pt") as file:
+        about: dict[str, str] = file.metadata() or {}
+    tensors = safetensors.torch.load_file(path)
+    if about.get("sha256") != digest(tensors):
+        raise safetensors.SafetensorError("its content does not match its SHA-256")
+    return tensors, about
+
+
 def read_prepared(path: Path, source: Source, base: Path, quiet: bool = False) -> Stored | None:
     """Return the data set in a prepared file; None if it is missing, damaged or older than its source."""
     warn = log.debug if quiet else log.warning
     try:
-        with safetensors.safe_open(path, "pt") as file:
-            about = file.metadata() or {}
-        tensors = safetensors.torch.load_file(path)
+        tensors, about = read_verified(path)
     except FileNotFoundError:
         return None
     except (OSError, safetensors.SafetensorError) as error:
-        warn("cannot read %s (%s); preparing it again", path, error)
-        return None
-    if about.get("sha256") != digest(tensors):
-        warn("%s is damaged (its content does not match its SHA-256); preparing it again", path)
+        warn("%s is damaged (%s); preparing it again", path, error)
         return None
     now = fingerprint(source, base)
     if now and json.loads(about["sources"]) != now:

@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedmpi.errors import UserError
 from fedmpi.seeds import data_generator
 
 if TYPE_CHECKING:
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from fedmpi.data.splits import Partition
 
 Ints = npt.NDArray[np.int64]
+Assignment = Callable[[Ints, Ints, int, np.random.Generator, np.random.Generator], Ints]
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Styles:
     table: Tensor  # float32 [styles, ...], one row per style
     apply_style: Callable[[Tensor, Tensor], Tensor]
     """(floats [b, 1, height, width] of 0 to 255, rows of the table [b, ...]) -> floats [b, channels, height, width]"""
-    train: Callable[[Ints, Ints, int, np.random.Generator, np.random.Generator], Ints]
+    train: Assignment
     """(labels, client of each sample, clients, generator of the run's seed, generator shared by all runs) -> style per
     sample; held-out samples have the client number `clients`"""
     test: Callable[[Ints, np.random.Generator], Ints]
@@ -59,13 +59,10 @@ def assign_styles(arrays: Arrays, partition: Partition, seed: int) -> Arrays:
 
 def seen(arrays: Arrays, samples: Tensor, test: bool = False) -> Tensor:
     """Return images as a model sees them before normalisation, uint8 [k, channels, height, width]."""
-    if arrays.kind != "images":
-        raise UserError(f"data set '{arrays.name}' has {arrays.kind}; only images can be shown")
     x, style = (arrays.test_x, arrays.test_style) if test else (arrays.x, arrays.style)
     if arrays.styles is None:
         return x[samples]
-    if style is None:
-        raise UserError(f"data set '{arrays.name}' has no style for its samples; split it and call assign_styles first")
+    assert style is not None, "call assign_styles first"
     rendered = arrays.styles.apply_style(x[samples].float(), arrays.styles.table[style[samples]])
     return rendered.round().clamp(0, 255).to(torch.uint8)
 

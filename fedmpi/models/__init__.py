@@ -53,10 +53,14 @@ MODELS = {
 
 def find_model(name: str) -> ModelRow:
     """Return the row of that name, of torchvision's classifier, or of the model at that import path."""
-    if ":" not in name:
-        if name not in MODELS:
-            raise unknown_model(name)
+    if name in MODELS:
         return MODELS[name]
+    if ":" not in name:
+        wanted = squeezed(name)
+        near = [known for known in MODELS if squeezed(known).startswith(wanted)]
+        with contextlib.suppress(UserError):  # torchvision is not installed
+            near += [f"torchvision:{known}" for known in names() if squeezed(known) == wanted]
+        raise unknown("model", name, [*MODELS, "torchvision:NAME"], own=True, near="' or '".join(near))
     if name.startswith("torchvision:"):
         make = classifier(name.removeprefix("torchvision:"))
         return ModelRow(make, channels_last=True, takes=IMAGES)  # 0.78 to 1.02, for seven of them
@@ -64,33 +68,19 @@ def find_model(name: str) -> ModelRow:
     return ModelRow(partial(copy.deepcopy, own) if isinstance(own, nn.Module) else own)
 
 
-def unknown_model(name: str) -> UserError:
-    """Return the error for an unknown name, with the closest match, or torchvision's classifier of that name."""
-    wanted = squeezed(name)
-    near = [known for known in MODELS if squeezed(known).startswith(wanted)]
-    with contextlib.suppress(UserError):  # torchvision is not installed
-        near += [f"torchvision:{known}" for known in names() if squeezed(known) == wanted]
-    return unknown("model", name, [*MODELS, "torchvision:NAME"], own=True, near="' or '".join(near))
-
-
 def make_model(name: str, row: ModelRow, offers: Mapping[str, Any], data: str) -> nn.Module:
     """Make the model of a row for data with these properties."""
     if row.takes and not fits(row, offers):
-        raise misfit(name, row, offers, data)
+        takes, has = " or ".join(row.takes), kind_of(offers)
+        if has in row.takes:
+            takes, has = "classes for labels", "numbers to predict"
+        *others, last = [n for n, r in MODELS.items() if fits(r, offers)] or ["your own as package.module:name"]
+        use = f"{', '.join(others)} or {last}" if others else last
+        raise UserError(f"model '{name}' takes {takes}; '{data}' has {has}: use {use}")
     model = call_with("model", name, row.make, offers)
     if not isinstance(model, nn.Module):
         raise UserError(f"model '{name}' is made as {type(model).__name__}; it must be a torch.nn.Module")
     return model
-
-
-def misfit(name: str, row: ModelRow, offers: Mapping[str, Any], data: str) -> UserError:
-    """Return the error for a row that does not take these data, with the rows that do."""
-    takes, has = " or ".join(row.takes), kind_of(offers)
-    if has in row.takes:
-        takes, has = "classes for labels", "numbers to predict"
-    *others, last = [known for known, r in MODELS.items() if fits(r, offers)] or ["your own as package.module:name"]
-    use = f"{', '.join(others)} or {last}" if others else last
-    return UserError(f"model '{name}' takes {takes}; '{data}' has {has}: use {use}")
 
 
 def fits(row: ModelRow, offers: Mapping[str, Any]) -> bool:

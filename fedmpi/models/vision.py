@@ -53,7 +53,10 @@ def classifier(name: str) -> Callable[..., nn.Module]:
         extras = special(name, height, width)
         model: nn.Module = import_torchvision().models.get_model(name, weights=None, num_classes=classes, **extras)
         if channels != 3:
-            change_stem(model, channels)
+            stem = next(module for module in model.modules() if isinstance(module, nn.Conv2d))
+            stem.in_channels = channels
+            stem.weight = nn.Parameter(stem.weight.new_empty(stem.out_channels, channels, *stem.kernel_size))
+            stem.reset_parameters()
         return model
 
     return make
@@ -70,11 +73,3 @@ def special(name: str, height: int, width: int) -> dict[str, Any]:
     if name.startswith("maxvit_"):
         return {"input_size": (height, width)}
     return {}
-
-
-def change_stem(model: nn.Module, channels: int) -> None:
-    """Change the number of input channels of a model's first convolution, and initialise its weights again."""
-    stem = next(module for module in model.modules() if isinstance(module, nn.Conv2d))
-    stem.in_channels = channels
-    stem.weight = nn.Parameter(stem.weight.new_empty(stem.out_channels, channels, *stem.kernel_size))
-    stem.reset_parameters()

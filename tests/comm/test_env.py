@@ -333,7 +333,7 @@ def test_singletons_are_refused_with_a_fix(launcher: str, fix: str) -> None:
 
 def test_a_world_of_an_unknown_launcher_is_refused() -> None:
     check_mpi_world(ALONE, 0, 1)
-    with pytest.raises(UserError, match="world of 4 but no known launcher"):
+    with pytest.raises(UserError, match="no known launcher .* world of 4"):
         check_mpi_world(ALONE, 0, 4)
 
 
@@ -346,8 +346,6 @@ def test_threads() -> None:
     assert threads_per_rank(bound, None, 5) == 5
     assert threads_per_rank(bound, None, 64) == 5
     assert threads_per_rank(bound, None, 1) == 1
-    with pytest.raises(UserError, match="threads=0"):
-        threads_per_rank(four_here, 0, 4)
 
 
 @given(worlds(), st.integers(1, 256))
@@ -380,9 +378,9 @@ def test_device(want: str, devices: int, device: str) -> None:
 @pytest.mark.parametrize(
     ("want", "devices", "message"),
     [
-        ("cuda", 0, "no CUDA"),
-        ("cuda:0", 0, "no CUDA"),
-        ("cuda:2", 2, "2 are visible"),
+        ("cuda", 0, "0 CUDA devices are visible"),
+        ("cuda:0", 0, "0 CUDA devices are visible"),
+        ("cuda:2", 2, "2 CUDA devices are visible"),
         ("gpu", 2, "unknown device"),
         ("cuda:", 2, "unknown"),
     ],

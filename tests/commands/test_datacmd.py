@@ -297,8 +297,8 @@ def test_each_prepared_file_is_verified_once_and_none_without_being_asked(
     (root / "mini.bin").write_bytes(CONTENT)
     mini(root)
     read: list[Path] = []
-    real = datacmd.trouble_with
-    patch.setattr(datacmd, "trouble_with", lambda path: read.append(path) or real(path))
+    real = datacmd.read_verified
+    patch.setattr(datacmd, "read_verified", lambda path: read.append(path) or real(path))
     said(capsys, "list", "--data_root", str(root))
     assert read == []
     said(capsys, "list", "--data_root", str(root), "--verify")

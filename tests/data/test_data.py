@@ -27,7 +27,7 @@ import torch
 from conftest import need
 from realdata import shared_data
 
-from fedmpi.data import DATASETS, fetch, find_data, load
+from fedmpi.data import DATASETS, files, find_data, load
 from fedmpi.data.arrays import Arrays
 from fedmpi.data.objective import CLASSIFY, NEXT, REGRESS
 from fedmpi.data.sets import glyphs, vision
@@ -250,7 +250,7 @@ def test_prepared_glyphs_are_not_drawn_again(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize(
     ("kw", "words"),
-    [({"train": 0}, "train = 0"), ({"seed": -1}, "seed = -1"), ({"writers": 301}, "301 writers for 300")],
+    [({"train": 0}, "0 train"), ({"test": 0}, "0 test"), ({"seed": -1}, "seed -1"), ({"writers": 301}, "301 writers")],
 )
 def test_glyphs_refuses_impossible_sizes(tmp_path: Path, kw: dict[str, int], words: str) -> None:
     with pytest.raises(UserError, match=words):
@@ -447,19 +447,19 @@ def test_a_root_that_cannot_be_made_is_the_users_to_mend(tmp_path: Path, server:
 def test_a_silent_network_is_given_up_soon() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:  # connects, and never answers
         with pytest.raises(ConnectionError, match="no answer|timed out"):  # or the test's time is over
-            fetch.probe([f"http://127.0.0.1:{silent.getsockname()[1]}/"] * 2000, seconds=0.3)
+            files.probe([f"http://127.0.0.1:{silent.getsockname()[1]}/"] * 2000, seconds=0.3)
 
 
 def test_the_error_of_a_blocked_network_gives_the_reason() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         with pytest.raises(ConnectionError, match="refused"):
-            fetch.probe([f"http://127.0.0.1:{unused.getsockname()[1]}/"], seconds=5)
+            files.probe([f"http://127.0.0.1:{unused.getsockname()[1]}/"], seconds=5)
 
 
 def test_an_invalid_address_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConnectionError, match="unknown url type"):
-        fetch.fetch_file(["nonsense"], tmp_path / "file", "")
+        files.fetch_file(["nonsense"], tmp_path / "file", "")
     assert not list(tmp_path.iterdir())
 
 
@@ -498,7 +498,7 @@ def test_a_file_is_fetched_from_the_first_address_that_has_it(
     tmp_path: Path, site: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "new" / "folder" / "file"
-    fetch.fetch_file([f"{site}nothing/here", f"{site}file"], target, CONTENT_MD5)
+    files.fetch_file([f"{site}nothing/here", f"{site}file"], target, CONTENT_MD5)
     assert target.read_bytes() == b"content" and [path.name for path in target.parent.iterdir()] == ["file"]
     assert capfd.readouterr().err == "", "no progress bar in a log file"
     assert socket.getdefaulttimeout() is None
@@ -507,13 +507,13 @@ def test_a_file_is_fetched_from_the_first_address_that_has_it(
 def test_a_file_with_another_md5_is_not_kept(tmp_path: Path, site: str) -> None:
     target = tmp_path / "folder" / "file"
     with pytest.raises(ConnectionError, match=f"{site}file: .*(corrupt|not found)"):
-        fetch.fetch_file([f"{site}file"], target, "0" * 32)
+        files.fetch_file([f"{site}file"], target, "0" * 32)
     assert not list(target.parent.iterdir())
 
 
 def test_the_error_lists_each_address_that_failed(tmp_path: Path, site: str) -> None:
     with pytest.raises(ConnectionError, match="one: HTTP Error 404.*; .*two: HTTP Error 404"):
-        fetch.fetch_file([f"{site}one", f"{site}two"], tmp_path / "folder" / "file", CONTENT_MD5)
+        files.fetch_file([f"{site}one", f"{site}two"], tmp_path / "folder" / "file", CONTENT_MD5)
     assert not list((tmp_path / "folder").iterdir())
 
 

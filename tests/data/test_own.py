@@ -227,8 +227,8 @@ def test_the_error_for_an_item_that_cannot_be_read_names_its_exception() -> None
 @pytest.mark.parametrize(
     ("fields", "given"),
     [
-        ({"train": Stream()}, "has a train part of Stream; it must be a map-style Dataset"),
-        ({"test": object()}, "has a test part of object; it must be a map-style Dataset"),
+        ({"train": Stream()}, "has a train part of Stream; it needs a map-style Dataset"),
+        ({"test": object()}, "has a test part of object; it needs a map-style Dataset"),
         ({"owner": [0, 1]}, r"has owners int64 \[2\] for 6 samples"),
     ],
 )

@@ -17,7 +17,6 @@ from conftest import REPO, need
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedmpi.data import splits
 from fedmpi.data.splits import OWNERS, SPLITS, Partition, SplitSpec, _argsort, _dirichlet, _most_even, split
 from fedmpi.errors import UserError
 
@@ -313,30 +312,18 @@ def test_merge_takes_small_owners_and_choose_leaves_them() -> None:
     ("request_", "words"),
     [
         ({"name": "idi"}, "unknown split 'idi'; did you mean 'iid'"),
-        ({"clients": 0}, "0 clients"),
         ({"clients": 6001}, "only 6000 samples"),
         ({"clients": 3001, "min_samples": 2}, "only 6000 samples"),
-        ({"seed": -1}, "seed = -1"),
-        ({"y": np.zeros(5)}, "whole numbers"),
-        ({"y": np.array([0, -1])}, "whole numbers"),
         ({"name": "classes", "classes_per_client": 11}, "use 1 to 10"),
         ({"name": "classes", "classes_per_client": 0}, "use 1 to 10"),
         ({"name": "classes", "clients": 6000}, "fewer clients or fewer classes per client"),
-        ({"name": "classes", "noise": 1.0}, "noise = 1.0"),
-        ({"name": "classes", "noise": -0.1}, "noise = -0.1"),
         ({"name": "classes", "noise": 0.1, "classes_per_client": 10}, "which are all"),
         ({"name": "classes", "clients": 7, "min_samples": 857}, "fewer than min_samples = 857"),
-        ({"name": "dirichlet", "alpha": 0.0}, "alpha = 0.0"),
-        ({"name": "dirichlet", "alpha": float("nan")}, "alpha = nan"),
-        ({"name": "quantity", "beta": -1.0}, "beta = -1.0"),
         ({"name": "natural"}, "knows who wrote"),
         ({"name": "natural", "owner": np.arange(6000) % 4}, "4 owners"),
-        ({"name": "natural", "owner": np.zeros(3, dtype=int)}, "for 6000 labels"),
-        ({"name": "natural", "owner": TEN, "owners": "merg"}, "owners.* 'merg'; did you mean 'merge'"),
         ({"name": "feature"}, "split 'feature' needs .*use cmnist2, fedcmnist or fedrotmnist"),
         ({"name": "mixed"}, "split 'mixed' needs .*use cmnist2, fedcmnist or fedrotmnist"),
         ({"name": "mixed", "skewed": True, "classes_per_client": 11}, "split 'mixed' got 11 .*use 1 to 10"),
-        ({"name": "mixed", "skewed": True, "noise": 1.0}, "split 'mixed' got noise = 1.0"),
     ],
 )
 def test_impossible_requests_are_refused(request_: dict[str, Any], words: str) -> None:
@@ -362,7 +349,7 @@ def test_the_quick_order_is_the_stable_one(values: list[int]) -> None:
     assert given_.tolist() == values, "nothing is written to"
 
 
-def test_a_manifest_of_many_clients_is_a_summary(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manifest_of_many_clients_is_a_summary() -> None:
     y = np.random.default_rng(0).integers(0, 7, 40_000)
     few, many = (split(SplitSpec("quantity", y, clients, 0)).manifest(y, 7, seed=0) for clients in (10_000, 10_001))
     assert len(few["histogram"]) == 10_000 and "sizes" not in few
@@ -377,9 +364,6 @@ def test_a_manifest_of_many_clients_is_a_summary(monkeypatch: pytest.MonkeyPatch
     }
     assert many["classes_per_client"] == pytest.approx((dense > 0).sum(axis=1).mean())
     assert len(json.dumps(many)) < 500
-    for cells in (1, 7 * 300, 7 * 10_001):  # in blocks of any size
-        monkeypatch.setattr(splits, "CELLS", cells)
-        assert part.summary(y, 7)["classes_per_client"] == many["classes_per_client"]
     by_hand = Partition(np.array([0, 2, 3, 3]), np.array([4, 0, 2]), shared=np.array([1]))
     assert by_hand.summary([1, 0, 1, 0, 0], 2) == {
         "sizes": {"min": 0, "quartiles": [0.5, 1, 1.5], "max": 2},

@@ -31,8 +31,7 @@ import numpy.typing as npt
 import torch
 
 from fedmpi.data.arrays import Arrays
-from fedmpi.data.fetch import fetch_file
-from fedmpi.data.files import damaged, unpacked, unreadable, wrong
+from fedmpi.data.files import damaged, fetch_file, unpacked, unreadable, wrong
 from fedmpi.data.store import Source, Tensors, load
 from fedmpi.plugins.torchvision import import_torchvision
 
@@ -49,8 +48,7 @@ class Version(NamedTuple):
 
     folder: str
     archive: str
-    suffix: str  # of the names of its files
-    binary: bool
+    suffix: str  # of the names of its files; the binary version has one
 
 
 class Family(NamedTuple):
@@ -77,8 +75,8 @@ class Family(NamedTuple):
 CIFAR10 = Family(
     "cifar10",
     (
-        Version("cifar-10-batches-py", "cifar-10-python.tar.gz", "", binary=False),
-        Version("cifar-10-batches-bin", "cifar-10-binary.tar.gz", ".bin", binary=True),
+        Version("cifar-10-batches-py", "cifar-10-python.tar.gz", ""),
+        Version("cifar-10-batches-bin", "cifar-10-binary.tar.gz", ".bin"),
     ),
     tuple(f"data_batch_{i}" for i in range(1, 6)),
     "test_batch",
@@ -89,8 +87,8 @@ CIFAR10 = Family(
 CIFAR100 = Family(
     "cifar100",
     (
-        Version("cifar-100-python", "cifar-100-python.tar.gz", "", binary=False),
-        Version("cifar-100-binary", "cifar-100-binary.tar.gz", ".bin", binary=True),
+        Version("cifar-100-python", "cifar-100-python.tar.gz", ""),
+        Version("cifar-100-binary", "cifar-100-binary.tar.gz", ".bin"),
     ),
     ("train",),
     "test",
@@ -116,7 +114,9 @@ def source_of(family: Family, root: Path | None = None) -> Source:
         find=partial(find_files, family),
         wanted=f"put {python.archive} or all of its folder {python.folder}, or the binary version ({binary.archive} or "
         f"{binary.folder}), into {{root}}",
-        fetch=partial(fetch, family),
+        fetch=lambda base: fetch_file(
+            [family.published.url], base / family.published.filename, family.published.tgz_md5
+        ),
         published=PUBLISHED,
     )
 
@@ -130,7 +130,7 @@ def find_files(family: Family, base: Path) -> list[Path]:
     for version in family.versions:
         files = [base / name for name in family.members(version)]
         there = [file for file in files if file.is_file()]
-        subset = version.binary and len(there) > 1 and there[-1] == files[-1]
+        subset = version.suffix and len(there) > 1 and there[-1] == files[-1]
         if subset or there == files:
             return there
         if (base / version.archive).is_file():
@@ -141,25 +141,23 @@ def find_files(family: Family, base: Path) -> list[Path]:
 def read_files(family: Family, files: list[Path]) -> Tensors:
     """Return the tensors of a version's files, or of its archive."""
     first = files[0]
-    packed = first.name in [v.archive for v in family.versions]
-    version = next(v for v in family.versions if (first.name == v.archive if packed else first.suffix == v.suffix))
-    if packed:
-        contents = read_archive(first, family.members(version), "" if version.binary else family.published.tgz_md5)
+    version = next(v for v in family.versions if first.name == v.archive or first.suffix == v.suffix)
+    if first.name == version.archive:
+        contents = read_archive(first, family.members(version), "" if version.suffix else family.published.tgz_md5)
     else:
         contents = ((file, unpacked(file)) for file in files)
 
-    md5s = {} if version.binary else dict([*family.published.train_list, *family.published.test_list])
+    md5s = {} if version.suffix else dict([*family.published.train_list, *family.published.test_list])
     parts: dict[str, Samples] = {}
     for file, content in contents:
-        name = file.name.removesuffix(version.suffix)
-        if version.binary:
-            parts[name] = parse_records(family, file, content)
+        if version.suffix:
+            parts[file.stem] = parse_records(family, file, content)
         else:
-            check_md5(file, [content], md5s[name])
-            parts[name] = parse_pickle(family, file, content)
+            check_md5(file, content, md5s[file.name])
+            parts[file.name] = parse_pickle(family, file, content)
 
     train = [name for name in family.train if name in parts]
-    if family.test not in parts or not train or not (version.binary or len(train) == len(family.train)):
+    if family.test not in parts or not train or not (version.suffix or len(train) == len(family.train)):
         raise wrong(first, f"does not have all of the files {', '.join(family.members(version))}")
     tensors = {}
     for prefix, names in (("", train), ("test_", [family.test])):
@@ -259,33 +257,24 @@ def parse_pickle(family: Family, file: Path, content: bytes | bytearray) -> Samp
     return x, np.array(labels, np.int64)
 
 
-def check_md5(file: Path, chunks: Iterable[bytes | bytearray], published: str) -> None:
+def check_md5(file: Path, content: bytes | bytearray, published: str) -> None:
     """Check that a file has the published content."""
-    md5 = hashlib.md5(usedforsecurity=False)
-    for chunk in chunks:
-        md5.update(chunk)
-    if md5.hexdigest() != published:
-        raise wrong(file, f"is not the published file: its md5 is {md5.hexdigest()}, not {published}")
-
-
-def fetch(family: Family, base: Path) -> None:
-    """Download the archive of the Python version to torchvision's folder."""
-    fetch_file([family.published.url], base / family.published.filename, family.published.tgz_md5)
+    if (md5 := hashlib.md5(content, usedforsecurity=False).hexdigest()) != published:
+        raise wrong(file, f"is not the published file: its md5 is {md5}, not {published}")
 
 
 def read_archive(path: Path, names: list[str], md5: str) -> Iterator[tuple[Path, bytes | bytearray]]:
     """Yield an archive's regular members of those names, as archive/name, with their content; check its `md5`."""
     try:
-        with path.open("rb") as file:
-            if md5:
-                check_md5(path, iter(partial(file.read, 1 << 20), b""), md5)
-                file.seek(0)
-            with gzip.open(file) as plain, tarfile.open(fileobj=plain, mode="r:") as archive:
-                for member in archive:
-                    if member.name in names and member.isreg() and (content := archive.extractfile(member)):
-                        yield path / member.name, content.read(LONGEST)
-                while plain.read(1 << 20):  # to the end, where gzip checks its checksum
-                    pass
+        packed = path.read_bytes()
+        if md5:
+            check_md5(path, packed, md5)
+        with gzip.open(io.BytesIO(packed)) as plain, tarfile.open(fileobj=plain, mode="r:") as archive:
+            for member in archive:
+                if member.name in names and member.isreg() and (content := archive.extractfile(member)):
+                    yield path / member.name, content.read(LONGEST)
+            while plain.read(1 << 20):  # to the end, where gzip checks its checksum
+                pass
     except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise damaged(path, error) from error
     except OSError as error:

@@ -21,8 +21,7 @@ import torch
 
 from fedmpi.data import leaf
 from fedmpi.data.arrays import Arrays
-from fedmpi.data.fetch import fetch_file
-from fedmpi.data.files import complete, read_published, wrong
+from fedmpi.data.files import complete, fetch_file, read_published, wrong
 from fedmpi.data.sets import vision
 from fedmpi.data.store import Source, Tensors, load
 from fedmpi.plugins.torchvision import import_torchvision
@@ -77,16 +76,12 @@ def read(files: list[Path]) -> Tensors:
 
 def convert(x: list[Any], y: list[Any]) -> leaf.Samples:
     """Return a writer's images as bytes, and their classes."""
-    for image in x:
-        if not isinstance(image, list) or len(image) != SIDE * SIDE:
-            given = f"list of {len(image)}" if isinstance(image, list) else type(image).__name__
-            raise ValueError(f"a {given} for a sample, not a list of {SIDE * SIDE} numbers")
     try:
         pixels, labels = np.asarray(x), np.asarray(y)
-    except ValueError as error:  # lists in lists
-        raise ValueError("samples or labels that are not plain numbers") from error
-    if pixels.ndim != 2 or pixels.dtype.kind not in "fiu":
-        raise ValueError("samples that are not all numbers")
+    except ValueError as error:
+        raise ValueError("samples of different lengths, or lists among numbers or labels") from error
+    if pixels.ndim != 2 or pixels.shape[1] != SIDE * SIDE or pixels.dtype.kind not in "fiu":
+        raise ValueError(f"samples that are not lists of {SIDE * SIDE} numbers")
     if not ((pixels >= 0) & (pixels <= 1)).all():  # false for nan, too
         raise ValueError(f"numbers from {pixels.min():g} to {pixels.max():g}, not from 0 to 1")
     if labels.ndim != 1 or labels.dtype.kind not in "iu" or not 0 <= labels.min() <= labels.max() < CLASSES:

@@ -39,80 +39,63 @@ MEAN, STD = (0.1435,), (0.2691,)  # measured on the default data set
 class Form(NamedTuple):
     """One way to write a digit: control points in the unit square (y down), and strokes as paths over their numbers."""
 
-    points: tuple[tuple[float, float], ...]
-    strokes: tuple[tuple[int, ...], ...]
+    points: Floats  # [point, xy]
+    strokes: list[list[int]]
 
 
-def _form(*strokes: str) -> Form:
-    """Return a form from strokes "x,y x,y ..." in hundredths; equal points are one point, so strokes stay joined."""
-    number: dict[tuple[float, float], int] = {}
-    paths = []
-    for stroke in strokes:
-        pairs = [tuple(int(v) / 100 for v in pair.split(",")) for pair in stroke.split()]
-        paths.append(tuple(number.setdefault((x, y), len(number)) for x, y in pairs))
-    return Form(tuple(number), tuple(paths))
+# Three forms of each digit, 0 to 9: control points "x,y" in hundredths, with " / " between strokes
+PATTERNS = """\
+50,2 78,17 86,50 78,83 50,98 22,83 14,50 22,17 50,2
+62,4 30,12 14,48 24,86 52,98 80,80 86,45 70,10 44,3
+50,2 76,17 82,50 76,83 50,98 24,83 18,50 24,17 50,2 / 78,12 50,50 22,88
+50,2 50,50 50,98
+28,26 54,3 / 54,3 53,50 52,98
+30,24 52,3 / 52,3 52,50 52,97 / 28,97 52,97 76,97
+18,26 36,5 64,4 80,27 60,58 16,96 / 16,96 50,95 86,96
+20,24 44,3 76,18 68,52 36,88 16,88 28,74 54,86 88,94
+18,20 48,3 78,22 62,54 16,94 / 16,94 36,86 60,95 86,88
+20,14 50,2 78,20 66,42 40,48 / 40,48 72,53 84,74 60,97 18,88
+20,5 50,5 80,5 / 80,5 45,42 / 45,42 80,54 82,82 48,98 16,86
+22,10 56,3 76,22 56,44 44,48 66,50 86,72 62,96 16,92
+66,2 40,34 12,66 / 12,66 50,66 92,66 / 66,2 66,50 66,98
+24,4 22,30 18,54 / 18,54 50,56 84,52 / 76,4 73,50 70,98
+30,3 16,40 30,58 60,54 78,44 / 80,6 76,50 74,98
+80,4 54,4 28,5 / 28,5 24,44 / 24,44 56,37 84,62 68,92 40,98 16,88
+82,6 48,6 28,22 36,44 66,54 80,76 56,97 18,90
+26,6 24,42 / 24,42 58,38 82,66 60,96 16,90 / 26,6 54,8 84,3
+70,4 36,25 17,60 28,90 55,98 80,78 68,56 42,54 19,70
+46,2 26,36 18,72 38,97 72,92 78,68 54,56 26,68
+74,10 48,4 20,36 18,74 46,98 78,82 74,60 46,54 20,72
+14,6 50,5 84,6 / 84,6 60,48 40,98
+14,6 50,5 84,6 / 84,6 58,48 42,98 / 30,52 52,51 76,48
+14,22 15,7 / 15,7 50,9 86,5 / 86,5 56,40 46,70 44,98
+50,47 24,30 26,10 50,2 74,10 76,30 50,47 / 50,47 80,64 80,88 50,98 20,88 20,64 50,47
+78,16 50,2 22,18 36,40 66,56 80,78 50,98 20,80 36,56 66,38 78,16
+72,8 38,4 24,24 50,46 80,70 62,96 30,92 22,70 54,46 84,10
+80,26 56,3 24,18 25,44 54,52 80,26 / 80,26 78,62 66,98
+78,22 52,2 22,22 34,48 62,46 78,22 / 78,22 82,66 58,97 22,90
+80,8 44,4 20,28 42,50 70,36 80,8 / 80,8 74,52 72,98
+"""
 
 
-FORMS: tuple[tuple[Form, ...], ...] = (
-    (
-        _form("50,2 78,17 86,50 78,83 50,98 22,83 14,50 22,17 50,2"),
-        _form("62,4 30,12 14,48 24,86 52,98 80,80 86,45 70,10 44,3"),
-        _form("50,2 76,17 82,50 76,83 50,98 24,83 18,50 24,17 50,2", "78,12 50,50 22,88"),
-    ),
-    (
-        _form("50,2 50,50 50,98"),
-        _form("28,26 54,3", "54,3 53,50 52,98"),
-        _form("30,24 52,3", "52,3 52,50 52,97", "28,97 52,97 76,97"),
-    ),
-    (
-        _form("18,26 36,5 64,4 80,27 60,58 16,96", "16,96 50,95 86,96"),
-        _form("20,24 44,3 76,18 68,52 36,88 16,88 28,74 54,86 88,94"),
-        _form("18,20 48,3 78,22 62,54 16,94", "16,94 36,86 60,95 86,88"),
-    ),
-    (
-        _form("20,14 50,2 78,20 66,42 40,48", "40,48 72,53 84,74 60,97 18,88"),
-        _form("20,5 50,5 80,5", "80,5 45,42", "45,42 80,54 82,82 48,98 16,86"),
-        _form("22,10 56,3 76,22 56,44 44,48 66,50 86,72 62,96 16,92"),
-    ),
-    (
-        _form("66,2 40,34 12,66", "12,66 50,66 92,66", "66,2 66,50 66,98"),
-        _form("24,4 22,30 18,54", "18,54 50,56 84,52", "76,4 73,50 70,98"),
-        _form("30,3 16,40 30,58 60,54 78,44", "80,6 76,50 74,98"),
-    ),
-    (
-        _form("80,4 54,4 28,5", "28,5 24,44", "24,44 56,37 84,62 68,92 40,98 16,88"),
-        _form("82,6 48,6 28,22 36,44 66,54 80,76 56,97 18,90"),
-        _form("26,6 24,42", "24,42 58,38 82,66 60,96 16,90", "26,6 54,8 84,3"),
-    ),
-    (
-        _form("70,4 36,25 17,60 28,90 55,98 80,78 68,56 42,54 19,70"),
-        _form("46,2 26,36 18,72 38,97 72,92 78,68 54,56 26,68"),
-        _form("74,10 48,4 20,36 18,74 46,98 78,82 74,60 46,54 20,72"),
-    ),
-    (
-        _form("14,6 50,5 84,6", "84,6 60,48 40,98"),
-        _form("14,6 50,5 84,6", "84,6 58,48 42,98", "30,52 52,51 76,48"),
-        _form("14,22 15,7", "15,7 50,9 86,5", "86,5 56,40 46,70 44,98"),
-    ),
-    (
-        _form("50,47 24,30 26,10 50,2 74,10 76,30 50,47", "50,47 80,64 80,88 50,98 20,88 20,64 50,47"),
-        _form("78,16 50,2 22,18 36,40 66,56 80,78 50,98 20,80 36,56 66,38 78,16"),
-        _form("72,8 38,4 24,24 50,46 80,70 62,96 30,92 22,70 54,46 84,10"),
-    ),
-    (
-        _form("80,26 56,3 24,18 25,44 54,52 80,26", "80,26 78,62 66,98"),
-        _form("78,22 52,2 22,22 34,48 62,46 78,22", "78,22 82,66 58,97 22,90"),
-        _form("80,8 44,4 20,28 42,50 70,36 80,8", "80,8 74,52 72,98"),
-    ),
-)
+def read_form(pattern: str) -> Form:
+    """Return a form; equal points are one point, so strokes stay joined."""
+    number: dict[str, int] = {}
+    strokes = [[number.setdefault(p, len(number)) for p in stroke.split()] for stroke in pattern.split(" / ")]
+    return Form(np.array([[int(v) / 100 for v in p.split(",")] for p in number], np.float32), strokes)
+
+
+FORMS = [read_form(pattern) for pattern in PATTERNS.splitlines()]
 
 
 class Habit(NamedTuple):
-    """The distribution of a property: its mean, and the standard deviation between writers and within a writer."""
+    """The distribution of a property: mean, standard deviations between writers and within one, and bounds."""
 
     centre: float
     writers: float
     samples: float
+    low: float = -np.inf
+    high: float = np.inf
 
 
 HABITS = {
@@ -122,13 +105,12 @@ HABITS = {
     "height": Habit(19.0, 1.50, 0.70),
     "left": Habit(0.00, 0.95, 0.85),  # pixels off the centre
     "top": Habit(0.00, 0.85, 0.75),
-    "radius": Habit(1.25, 0.32, 0.12),  # half the thickness of a stroke, pixels
-    "soft": Habit(1.30, 0.25, 0.10),  # width of a stroke's edge, pixels
-    "ink": Habit(0.90, 0.08, 0.05),
-    "noise": Habit(0.07, 0.025, 0.01),  # standard deviation of the grain
-    "wobble": Habit(0.048, 0.013, 0.00),  # how far a sample's points stray, share of the unit square
+    "radius": Habit(1.25, 0.32, 0.12, 0.6, 2.4),  # half the thickness of a stroke, pixels
+    "soft": Habit(1.30, 0.25, 0.10, 0.7, 2.2),  # width of a stroke's edge, pixels
+    "ink": Habit(0.90, 0.08, 0.05, 0.45, 1.0),
+    "noise": Habit(0.07, 0.025, 0.01, 0.0, 0.15),  # standard deviation of the grain
+    "wobble": Habit(0.048, 0.013, 0.00, 0.0, 0.1),  # how far a sample's points stray, share of the unit square
 }
-BOUNDS = {"radius": (0.6, 2.4), "soft": (0.7, 2.2), "ink": (0.45, 1.0), "noise": (0.0, 0.15), "wobble": (0.0, 0.1)}
 HAND = 0.038  # how far a writer's own points lie from the pattern's, share of the unit square
 
 
@@ -165,31 +147,25 @@ class Bits:
         return np.reshape((byte[:n] - byte[n : 2 * n]).astype(np.float32) * np.float32(1 / 104.5), shape)
 
 
-def glyphs(
-    root: Path | None = None, train: int = 60_000, test: int = 10_000, writers: int = 500, seed: int = 0
-) -> Arrays:
+def glyphs(root: Path | None = None, **sizes: int) -> Arrays:
     """Load the generated digits, which are drawn once and stored like any prepared data set."""
-    for name, value, least in (("train", train, 1), ("test", test, 1), ("writers", writers, 1), ("seed", seed, 0)):
-        if value < least:
-            raise UserError(f"glyphs got {name} = {value}; it needs at least {least}")
-    if writers > train:
-        raise UserError(f"glyphs got {writers} writers for {train} train samples; every writer needs one: use fewer")
-    return load(source(root, train, test, writers, seed), root).arrays("glyphs", 10, mean=MEAN, std=STD)
+    return load(source(root, **sizes), root).arrays("glyphs", 10, mean=MEAN, std=STD)
 
 
 def source(
     root: Path | None = None, train: int = 60_000, test: int = 10_000, writers: int = 500, seed: int = 0
 ) -> Source:
     """Return the source of the digits, which draws them."""
-    name = f"glyphs-{train}-{test}-{writers}-{seed}"
-    return Source(name, VERSION, read=lambda _: _draw(train, test, writers, seed), generated=True)
+    if min(train - writers, test - 1, writers - 1, seed) < 0:
+        given = f"{train} train and {test} test samples, {writers} writers and seed {seed}"
+        raise UserError(f"glyphs got {given}; it needs a sample per writer, one to test, and a seed >= 0")
 
+    def read(files: list[Path]) -> Tensors:
+        x, y, owner = draw(train, writers, Bits(seed, 1))
+        test_x, test_y, _ = draw(test, min(test, max(1, writers // 5)), Bits(seed, 2))  # by other writers
+        return as_tensors(x=x, y=y, test_x=test_x, test_y=test_y, owner=owner)
 
-def _draw(train: int, test: int, writers: int, seed: int) -> Tensors:
-    """Return the tensors of the data set: train by `writers`, test by a fifth as many others."""
-    x, y, owner = draw(train, writers, Bits(seed, 1))
-    test_x, test_y, _ = draw(test, min(test, max(1, writers // 5)), Bits(seed, 2))
-    return as_tensors(x=x, y=y, test_x=test_x, test_y=test_y, owner=owner)
+    return Source(f"glyphs-{train}-{test}-{writers}-{seed}", VERSION, read=read, generated=True)
 
 
 def draw(n: int, writers: int, bits: Bits) -> tuple[npt.NDArray[np.uint8], Ints, Ints]:
@@ -201,15 +177,13 @@ def draw(n: int, writers: int, bits: Bits) -> tuple[npt.NDArray[np.uint8], Ints,
     form = np.where(stray < 3, stray, favourite)
     habit = _habits(owner, writers, bits)
     x = np.empty((n, SIDE, SIDE), dtype=np.uint8)
-    for digit, forms in enumerate(FORMS):
-        for f, shape in enumerate(forms):
-            points = np.asarray(shape.points, dtype=np.float32)[:, :, None]  # [point, xy, batch]
-            hand = points + np.float32(HAND) * bits.bell(*points.shape[:2], writers)
-            chosen = np.flatnonzero((y == digit) & (form == f))
-            for rows in (chosen[i : i + BATCH] for i in range(0, len(chosen), BATCH)):
-                own = {name: values[rows] for name, values in habit.items()}
-                p = hand[:, :, owner[rows]] + own["wobble"] * bits.bell(*points.shape[:2], len(rows))
-                x[rows] = _ink(_segments(shape, _place(p, own)), own, bits).transpose(2, 0, 1)
+    for number, shape in enumerate(FORMS):
+        hand = shape.points[:, :, None] + np.float32(HAND) * bits.bell(*shape.points.shape, writers)
+        chosen = np.flatnonzero(3 * y + form == number)
+        for rows in (chosen[i : i + BATCH] for i in range(0, len(chosen), BATCH)):
+            own = {name: values[rows] for name, values in habit.items()}
+            p = hand[:, :, owner[rows]] + own["wobble"] * bits.bell(*shape.points.shape, len(rows))
+            x[rows] = _ink(_segments(shape, _place(p, own)), own, bits).transpose(2, 0, 1)
     return x[:, None], y, owner
 
 
@@ -223,10 +197,10 @@ def _owners(n: int, writers: int, bits: Bits) -> Ints:
 def _habits(owner: Ints, writers: int, bits: Bits) -> dict[str, Floats]:
     """Return each habit's value per sample."""
     values = {}
-    for name, (centre, between, within) in HABITS.items():
-        writer = np.float32(centre) + np.float32(between) * bits.bell(writers)
-        value = writer[owner] + np.float32(within) * bits.bell(len(owner))
-        values[name] = np.clip(value, *map(np.float32, BOUNDS[name])) if name in BOUNDS else value
+    for name, habit in HABITS.items():
+        centre, between, within, low, high = map(np.float32, habit)
+        writer = centre + between * bits.bell(writers)
+        values[name] = np.clip(writer[owner] + within * bits.bell(len(owner)), low, high)
     return values
 
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,7 +33,7 @@ from torch import Tensor
 
 from fedmpi.data.arrays import Arrays
 from fedmpi.data.sets import vision
-from fedmpi.data.styles import Ints, Styles, tint, turn
+from fedmpi.data.styles import Assignment, Ints, Styles, tint, turn
 
 # Red, green and blue as one hexadecimal digit each, as in CSS: f63 is 255, 102, 51.
 RED, GREEN, BLACK = "f00", "0f0", "000"
@@ -58,7 +58,13 @@ CLIENT_ANGLES = tuple(angle for angle in range(-90, 91) if angle != 45)
 def cmnist2(root: Path | None = None) -> Arrays:
     """Load digits below 5 (class 0, mostly red) and the others (class 1, mostly green)."""
     digits = vision.mnist(root)
-    styles = Styles(3, colour_table([(RED, BLACK), (GREEN, BLACK)]), tint, flip, reverse)
+    styles = Styles(
+        3,
+        colour_table([(RED, BLACK), (GREEN, BLACK)]),
+        tint,
+        train=flip,
+        test=lambda labels, rng: labels ^ (rng.random(len(labels)) < REVERSED),
+    )
     y, test_y = ((labels >= 5).long() for labels in (digits.y, digits.test_y))
     return replace(coloured(digits, "cmnist2", styles), classes=2, y=y, test_y=test_y, strata=digits.y)
 
@@ -80,26 +86,19 @@ def fedcmnist(root: Path | None = None) -> Arrays:
 
 def fedrotmnist(root: Path | None = None) -> Arrays:
     """Load digits rotated by the angle of their class, in the test set upright."""
-    styles = Styles(
-        1,
-        angle_table([*CLASS_ANGLES, 0]),
-        turn,
-        train=lambda labels, client, clients, runs, always: labels.copy(),
-        test=lambda labels, rng: np.full(len(labels), len(CLASS_ANGLES)),
-    )
-    return replace(vision.mnist(root), name="fedrotmnist", styles=styles)
+    return rotated(root, "fedrotmnist", CLASS_ANGLES, 0, lambda labels, *_: labels.copy())
 
 
 def fedrotmnist_clients(root: Path | None = None) -> Arrays:
     """Load digits rotated by the angle of their client, in the test set by 45 degrees."""
-    styles = Styles(
-        1,
-        angle_table([*CLIENT_ANGLES, 45]),
-        turn,
-        train=lambda labels, client, clients, runs, always: deal_angles(client, runs),
-        test=lambda labels, rng: np.full(len(labels), len(CLIENT_ANGLES)),
-    )
-    return replace(vision.mnist(root), name="fedrotmnist-clients", styles=styles)
+    return rotated(root, "fedrotmnist-clients", CLIENT_ANGLES, 45, deal_angles)
+
+
+def rotated(root: Path | None, name: str, angles: Sequence[int], test_angle: int, train: Assignment) -> Arrays:
+    """Return the digits rotated by the angles that `train` assigns, in the test set by another one."""
+    table = angle_table([*angles, test_angle])
+    styles = Styles(1, table, turn, train, test=lambda labels, rng: np.full(len(labels), len(angles)))
+    return replace(vision.mnist(root), name=name, styles=styles)
 
 
 def coloured(digits: Arrays, name: str, styles: Styles) -> Arrays:
@@ -128,11 +127,8 @@ def flip(labels: Ints, client: Ints, clients: int, runs: np.random.Generator, al
     return labels ^ (runs.random(len(labels)) < chance[client])
 
 
-def reverse(labels: Ints, rng: np.random.Generator) -> Ints:
-    """Return the style of the other class with probability 0.9."""
-    return labels ^ (rng.random(len(labels)) < REVERSED)
-
-
-def deal_angles(client: Ints, runs: np.random.Generator) -> Ints:
+def deal_angles(
+    labels: Ints, client: Ints, clients: int, runs: np.random.Generator, always: np.random.Generator
+) -> Ints:
     """Return a style per client, all different while there are enough angles, then round robin."""
     return runs.permutation(len(CLIENT_ANGLES))[client % len(CLIENT_ANGLES)]

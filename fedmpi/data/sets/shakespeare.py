@@ -146,7 +146,8 @@ def roles_of(path: Path) -> dict[str, str]:
 def parse(text: str) -> dict[str, str]:
     """Return the text of each speaker of a play: the lines of all speeches in order."""
     lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
-    names = [name_in(line) for line in lines]
+    found = [SPEAKER.fullmatch(line) for line in lines]  # what may be a speaker's name
+    names = [" ".join(match[1].split()) if match else "" for match in found]
     speakers = {name for name, before in zip(names, ["", *lines[:-1]], strict=True) if not before.strip()}
     speaker = ""
     spoken: dict[str, list[str]] = {}
@@ -159,9 +160,3 @@ def parse(text: str) -> dict[str, str]:
         elif speaker:
             spoken[speaker].append(line)
     return {name: "\n".join(said) for name, said in spoken.items()}
-
-
-def name_in(line: str) -> str:
-    """Return the name on a line that may be a speaker's, with single spaces; '' if it cannot be one."""
-    found = SPEAKER.fullmatch(line)
-    return " ".join(found[1].split()) if found else ""

@@ -35,10 +35,7 @@ PUBLISHED = (100_000, 10_000)
 SIDE = 64
 WNIDS, ANNOTATIONS = "wnids.txt", "val/val_annotations.txt"
 TRAIN = re.compile(r"train/([^/]+)/images/[^/.][^/]*\.JPEG")  # no leading dot: some systems add hidden files
-VAL = re.compile(r"val/images/([^/.][^/]*\.JPEG)")
-
-
-Labelled = list[tuple[int, str]]  # class and name of each picture
+VAL = re.compile(r"val/images/[^/.][^/]*\.JPEG")
 
 
 class Box(NamedTuple):
@@ -47,13 +44,6 @@ class Box(NamedTuple):
     path: Path  # for error messages
     names: set[str]  # of its pictures and possibly other files, relative to the top folder
     get: Callable[[str], bytes | bytearray]  # reads a file by name
-
-    def number_of(self, place: str, wnid: str, numbers: dict[str, int]) -> int:
-        """Return the number of a class, which must be listed."""
-        if wnid not in numbers:
-            fix = "add it there, or remove the picture"
-            raise UserError(f"{self.path / place}: class '{wnid}' is not in {WNIDS}; {fix}")
-        return numbers[wnid]
 
     def lines(self, name: str) -> list[str]:
         """Return the non-empty lines of one of the lists."""
@@ -97,7 +87,10 @@ def find_files(base: Path) -> list[Path]:
 def read_files(files: list[Path]) -> Tensors:
     """Return the tensors of the folder that has the two lists, or of the archive."""
     if files[0].name == WNIDS:
-        return read_box(open_folder(files[0].parent))
+        folder = files[0].parent
+        found = [*folder.glob("train/*/images/*.JPEG"), *folder.glob("val/images/*.JPEG")]
+        names = {file.relative_to(folder).as_posix() for file in found}
+        return read_box(Box(folder, names, lambda name: unpacked(folder / name)))
     try:
         archive = zipfile.ZipFile(files[0])
     except OSError as error:
@@ -106,13 +99,6 @@ def read_files(files: list[Path]) -> Tensors:
         raise damaged(files[0], error) from error
     with archive:
         return read_box(open_archive(files[0], archive))
-
-
-def open_folder(folder: Path) -> Box:
-    """Open a folder."""
-    found = [*folder.glob("train/*/images/*.JPEG"), *folder.glob("val/images/*.JPEG")]
-    names = {file.relative_to(folder).as_posix() for file in found}
-    return Box(folder, names, lambda name: unpacked(folder / name))
 
 
 def open_archive(path: Path, archive: zipfile.ZipFile) -> Box:
@@ -132,62 +118,53 @@ def open_archive(path: Path, archive: zipfile.ZipFile) -> Box:
 
 def read_box(box: Box) -> Tensors:
     """Return the tensors of all pictures: train pictures ordered by class and name, test pictures by name."""
-    number = read_wnids(box)
-    train, test = train_pictures(box, number), val_pictures(box, number)
-    log.info("tinyimagenet: decoding %s pictures of %s", f"{len(train) + len(test):,}", box.path)
-    return decoded("", box, train) | decoded("test_", box, test)
-
-
-def read_wnids(box: Box) -> dict[str, int]:
-    """Return the number of each class."""
     wnids = [line.strip() for line in box.lines(WNIDS)]
-    if not wnids or len(set(wnids)) < len(wnids):
-        given = f"lists {len(wnids)} classes, {len(set(wnids))} of them different"
+    number = {wnid: i for i, wnid in enumerate(wnids)}
+    if len(number) < max(len(wnids), 1):
+        given = f"lists {len(wnids)} classes, {len(number)} of them different"
         raise UserError(f"{box.path / WNIDS} {given}; it must list at least one, and each once")
-    return {wnid: i for i, wnid in enumerate(wnids)}
-
-
-def train_pictures(box: Box, number: dict[str, int]) -> Labelled:
-    """Return the train pictures, ordered by class and the numbers in their names; each class must have one."""
-    found = [match for name in box.names if (match := TRAIN.fullmatch(name))]
-    pictures = [(box.number_of(match[0], match[1], number), match[0]) for match in found]
-    there = {c for c, _ in pictures}
-    if absent := [wnid for wnid, c in number.items() if c not in there]:
+    train = {name: found[1] for name in box.names if (found := TRAIN.fullmatch(name))}
+    test = annotated(box)
+    places = [*train, *(f"{ANNOTATIONS}, {Path(name).name}" for name in test)]
+    for place, wnid in zip(places, (*train.values(), *test.values()), strict=True):
+        if wnid not in number:
+            fix = "add it there, or remove the picture"
+            raise UserError(f"{box.path / place}: class '{wnid}' is not in {WNIDS}; {fix}")
+    if absent := [wnid for wnid in wnids if wnid in number.keys() - set(train.values())]:
         raise UserError(
-            f"{box.path} has no train/{absent[0]}/images/*.JPEG, and so for {len(absent)} of the {len(number)} classes "
+            f"{box.path} has no train/{absent[0]}/images/*.JPEG, and so for {len(absent)} of the {len(wnids)} classes "
             f"of {WNIDS}; add the pictures, or leave these classes out of the list"
         )
-    return sorted(pictures, key=lambda picture: (picture[0], natural(picture[1])))
+    log.info("tinyimagenet: decoding %s pictures of %s", f"{len(train) + len(test):,}", box.path)
+    classes = train | test
+    by_class = sorted(train, key=lambda name: (number[train[name]], natural(name)))
+    tensors: Tensors = {}
+    for prefix, names in (("", by_class), ("test_", sorted(test, key=natural))):
+        x = np.empty((len(names), 3, SIDE, SIDE), np.uint8)
+        for i, name in enumerate(names):
+            x[i] = decode(box.path / name, box.get(name)).transpose(2, 0, 1)
+        y = torch.tensor([number[classes[name]] for name in names])
+        tensors |= {f"{prefix}x": torch.from_numpy(x), f"{prefix}y": y}
+    return tensors
 
 
-def val_pictures(box: Box, number: dict[str, int]) -> Labelled:
-    """Return the test pictures, ordered by the numbers in their names."""
-    wnids: dict[str, str] = {}
+def annotated(box: Box) -> dict[str, str]:
+    """Return the class of each test picture."""
+    wnids = {}
     for line in box.lines(ANNOTATIONS):
         name, wnid, *_ = [*line.split("\t"), ""]
-        wnids[name] = wnid.strip()
-    pictures = []
-    for name in box.names:
-        if found := VAL.fullmatch(name):
-            if found[1] not in wnids:
-                raise UserError(f"{box.path / name} is not in {ANNOTATIONS}; add its line, or remove the picture")
-            pictures.append((box.number_of(f"{ANNOTATIONS}, {found[1]}", wnids[found[1]], number), name))
+        wnids[f"val/images/{name}"] = wnid.strip()
+    pictures = [name for name in box.names if VAL.fullmatch(name)]
     if not pictures:
         raise UserError(f"{box.path} has no val/images/*.JPEG; add the pictures")
-    return sorted(pictures, key=lambda picture: natural(picture[1]))
+    if lost := [name for name in pictures if name not in wnids]:
+        raise UserError(f"{box.path / lost[0]} is not in {ANNOTATIONS}; add its line, or remove the picture")
+    return {name: wnids[name] for name in pictures}
 
 
 def natural(name: str) -> tuple[str, str]:
     """Return a key that sorts 2 before 10."""
     return re.sub("[0-9]+", lambda digits: digits[0].zfill(20), name), name
-
-
-def decoded(prefix: str, box: Box, pictures: Labelled) -> Tensors:
-    """Return the decoded pictures and their classes."""
-    x = np.empty((len(pictures), 3, SIDE, SIDE), np.uint8)
-    for i, (_, name) in enumerate(pictures):
-        x[i] = decode(box.path / name, box.get(name)).transpose(2, 0, 1)
-    return {f"{prefix}x": torch.from_numpy(x), f"{prefix}y": torch.tensor([c for c, _ in pictures])}
 
 
 def decode(path: Path, content: bytes | bytearray) -> npt.NDArray[np.uint8]:

@@ -20,8 +20,7 @@ import numpy.typing as npt
 import torch
 
 from fedmpi.data.arrays import Arrays
-from fedmpi.data.fetch import fetch_file
-from fedmpi.data.files import complete, read_published, wrong
+from fedmpi.data.files import complete, fetch_file, read_published, wrong
 from fedmpi.data.store import Source, Tensors, load
 from fedmpi.plugins.torchvision import import_torchvision
 

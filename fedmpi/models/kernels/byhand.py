@@ -67,7 +67,7 @@ class ByHand:
     def __init__(self, network: Network, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         count, params = 2 * len(network.convs), [p.detach() for p in params]
         self.paddings = [int(conv.padding[0]) for conv in network.convs]
-        self.conv_params, self.conv_grads, self.needed = params[:count], list(grads[:count]), [True] * count
+        self.conv_params, self.conv_grads = params[:count], list(grads[:count])
         weights, biases = params[count::2], [b.unsqueeze(1) for b in params[count + 1 :: 2]]
         self.linears = list(zip(weights, biases, strict=True))
         self.ways_back = list(zip([w.t() for w in weights], grads[count::2], grads[count + 1 :: 2], strict=True))
@@ -99,7 +99,7 @@ class ByHand:
                 past_zero(ahead, columns[k], 0, grad_input=ahead)
         if layers:
             images = torch.mm(self.ways_back[0][0], ahead).view(layers[-1].room.out).permute(3, 0, 1, 2)
-            _, found = convpool.backward(layers, images, False, self.needed)
+            found = convpool.backward(layers, images, needs_x=False)
             torch._foreach_copy_(self.conv_grads, [g for g in found if g is not None])
             convpool.leave(layers)
         return loss

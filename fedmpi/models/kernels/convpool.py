@@ -116,50 +116,35 @@ class ConvPoolRelu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), (x, *params), layers = grads, ctx.saved_tensors, ctx.layers
-        needs_x, _, *needed = ctx.needs_input_grad
         ours = all(layer.room.turn == layer.turn for layer in layers)  # false in a second backward pass of this graph
         if torch.is_grad_enabled():  # the gradients will be differentiated
-            to_x, to_params = differentiable(x, ctx.paddings, params, [needs_x, *needed], grad)
+            found = differentiable(x, ctx.paddings, params, grad)
         else:
             if not ours:
                 (layers, _), ours = forward(x, ctx.paddings, params), True
-            to_x, to_params = backward(layers, grad, needs_x, needed)
+            found = backward(layers, grad, ctx.needs_input_grad[0])
         if ours:
             leave(layers)
-        return to_x, None, *to_params
+        return found[0], None, *found[1:]
 
 
-Found = tuple[Tensor | None, list[Tensor | None]]
-"""the gradients of the images and of the parameters, where they were needed"""
-
-
-def backward(layers: Sequence[Layer], grad: Tensor, needs_x: bool, needed: Sequence[bool]) -> Found:
-    """Return the gradients, computed from the last layer to the first."""
+def backward(layers: Sequence[Layer], grad: Tensor, needs_x: bool) -> list[Tensor | None]:
+    """Return the gradients of the images, if they are needed, and of all parameters."""
     to_x: Tensor | None = grad
-    to_params: list[Tensor | None] = []
+    found: list[Tensor | None] = []
     for k in reversed(range(len(layers))):
         assert to_x is not None
         room, _, pooled = layers[k]
-        on = needs_x or any(needed[: 2 * k])  # whether an earlier layer needs a gradient
-        to_x, *found = room.backward(to_x, pooled, (on, *needed[2 * k : 2 * k + 2]))
-        to_params = [*found, *to_params]
-        if not on:
-            return None, [None] * (2 * k) + to_params
-    return to_x, to_params
+        to_x, *of_layer = room.backward(to_x, pooled, needs_x or k > 0)
+        found = [*of_layer, *found]
+    return [to_x, *found]
 
 
-def differentiable(
-    x: Tensor, paddings: Sequence[int], params: Sequence[Tensor], needed: Sequence[bool], grad: Tensor
-) -> Found:
+def differentiable(x: Tensor, paddings: Sequence[int], params: Sequence[Tensor], grad: Tensor) -> list[Tensor | None]:
     """Return differentiable gradients, computed with torch's operations."""
-    asked = [t for t, wanted in zip((x, *params), needed, strict=True) if wanted]
+    asked = [t for t in (x, *params) if t.requires_grad]
     found = iter(torch.autograd.grad(plain(x, paddings, params), asked, grad, create_graph=True))
-    to_x, *to_params = (next(found) if wanted else None for wanted in needed)
-    return to_x, to_params
-
-
-Key = tuple[torch.Size, torch.Size, int, torch.dtype]
-"""shapes of images and weights, padding, dtype"""
+    return [next(found) if t.requires_grad else None for t in (x, *params)]
 
 
 class Room:
@@ -171,7 +156,7 @@ class Room:
     lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, images: torch.Size, weights: torch.Size, padding: int, dtype: torch.dtype) -> None:
-        self.key: Key = images, weights, padding, dtype
+        self.key = images, weights, padding, dtype
         self.turn = 0  # number of releases: a user that stored another number no longer owns it
         count, channels, height, width = images
         kernels, kernel = weights[0], weights[-1]
@@ -255,34 +240,27 @@ class Room:
         self.lower.sub_(self.upper)
         return pooled.add_(bias.unsqueeze(1)).relu_()
 
-    def backward(self, grad: Tensor, pooled: Tensor, needed: tuple[bool, ...]) -> list[Tensor | None]:
-        """Return the gradients of images, weight and bias; None for those not needed."""
+    def backward(self, grad: Tensor, pooled: Tensor, needs_x: bool) -> list[Tensor | None]:
+        """Return the gradients of images, weight and bias; None for images if it is not needed."""
         past_zero(grad.permute(1, 2, 3, 0).reshape(pooled.shape), pooled, 0, grad_input=self.ahead)
         past_zero(self.ahead, self.lower, 0, grad_input=self.to_lower)
         torch.sub(self.ahead, self.to_lower, out=self.to_upper)
         past_zero(self.to_halves, self.right, 0, grad_input=self.right)
         torch.sub(self.to_halves, self.right, out=self.left)
-        to_x = to_weight = to_bias = None
-        if needed[1]:
-            torch.mm(self.blocks, self.windows_t, out=self.to_kernels)
-            a, b, c, d = self.to_four
-            to_weight = (a + b).add_(c).add_(d).permute(0, 3, 1, 2)
-        if needed[2]:
-            to_bias = self.ahead.sum(1)
-        if needed[0]:
-            torch.mm(self.kernels_t, self.upper_two, out=self.first_lines)
-            self.last_line.zero_()
-            self.last_lines.addmm_(self.kernels_t, self.lower_two)
-            to_x = self.put_windows()
-        return [to_x, to_weight, to_bias]
-
-    def put_windows(self) -> Tensor:
-        """Add the windows up at the positions they were taken from; return the sum as images."""
+        torch.mm(self.blocks, self.windows_t, out=self.to_kernels)
+        a, b, c, d = self.to_four
+        to_weight = (a + b).add_(c).add_(d).permute(0, 3, 1, 2)
+        to_bias = self.ahead.sum(1)
+        if not needs_x:
+            return [None, to_weight, to_bias]
+        torch.mm(self.kernels_t, self.upper_two, out=self.first_lines)
+        self.last_line.zero_()
+        self.last_lines.addmm_(self.kernels_t, self.lower_two)
         self.summed.zero_()
-        for place, part in self.parts:
+        for place, part in self.parts:  # add the windows up at the positions they were taken from
             place.add_(part)
         images = self.to_inner.clone(memory_format=torch.contiguous_format).flatten(1, 2).flatten(2, 3)
         if any(self.beside):
             left, right, top, bottom = self.beside
             images = images[:, top : images.shape[1] - bottom, left : images.shape[2] - right]
-        return images.permute(3, 0, 1, 2)
+        return [images.permute(3, 0, 1, 2), to_weight, to_bias]

@@ -109,7 +109,7 @@ def pickles(family: Family, seed: int = 0, write: Callable[..., bytes] = in_old_
 def put(root: Path, family: Family, place: str, seed: int = 0) -> Path:
     """One of the four places where a set may lie, filled: "py", "py.tar", "bin" or "bin.tar"."""
     version = family.versions[place.startswith("bin")]
-    contents = binary(family, seed) if version.binary else pickles(family, seed)
+    contents = binary(family, seed) if version.suffix else pickles(family, seed)
     if not place.endswith(".tar"):
         write_files(root / version.folder, contents)
         return root / version.folder
