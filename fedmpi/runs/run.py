@@ -224,7 +224,7 @@ def train(
     if found is not None:
         state = restore(found, state, task.layout.length, comm)
         progress = Progress(found.about["best"], found.about["last"])
-    training = rounds(state, plan_of(spec), spec.algorithm, task, comm, measures.observers)
+    training = rounds(state, plan_of(spec), spec.algorithm, task, comm, [measures])
     for state, report in training:
         last = report.round == cfg.rounds
         scored = last or report.round % cfg.eval.every == 0

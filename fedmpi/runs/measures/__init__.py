@@ -6,23 +6,23 @@ measurement, write a file and add a row; nothing else knows their names.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
+from pkgutil import resolve_name
 from time import perf_counter
 from typing import Any
 
-import torch
+from torch import Tensor
 
-from ...comm import Comm
+from ...aggregate.exchange import Tile
+from ...comm import from_first
 from ...errors import CommonError, UserError, raised
 from ...plugins import import_path
 from ...rounds import Report, State
 from ...schedules import read_names
 from ..log import record
-from .base import Measure, Numbers, Ranks, Run, Watch, checked
+from .base import Measure, Numbers, Ranks, Run, checked
 from .metric import Metric
 from .score import Score, evaluate
 
@@ -45,11 +45,7 @@ def measure_names(text: str) -> list[str]:
 
 def make_measure(name: str) -> Measure:
     """Return a new measurement by its name or import path."""
-    if name in MEASURES:
-        module, _, attribute = MEASURES[name].partition(":")
-        found = getattr(import_module(module), attribute)
-    else:
-        found = import_path(KIND, name)
+    found = resolve_name(MEASURES[name]) if name in MEASURES else import_path(KIND, name)
     if isinstance(found, type) and issubclass(found, Measure):
         try:
             measure: Measure = found()
@@ -75,15 +71,15 @@ class Measures:
     def __init__(self, names: Sequence[str], run: Run) -> None:
         """Make and prepare them. Collective."""
         self.run = run
-        self.watches = [Watch(run.comm.run(name, partial(make_measure, name))) for name in names]
-        for watch in self.watches:
-            run.comm.run(watch.measure.name, partial(watch.measure.prepare, run))
+        self.all = [run.comm.run(name, partial(make_measure, name)) for name in names]
+        for measure in self.all:
+            run.comm.run(measure.name, partial(measure.prepare, run))
         run.comm.error = CommonError
 
-    @property
-    def observers(self) -> list[Watch]:
-        """Return those that look into the round."""
-        return [watch for watch in self.watches if type(watch.measure).on_tile is not Measure.on_tile]
+    def on_tile(self, tile: Tile, mask: Tensor, clients: int) -> None:
+        """Show a tile to all measurements."""
+        for measure in self.all:
+            self.run.comm.keep(measure.name, partial(measure.on_tile, tile, mask, clients), None)
 
     def after_round(self, state: State, report: Report, scored: bool) -> tuple[Report, str]:
         """Return the report with the score on the test set (if `scored`) and the numbers of all measurements, and what
@@ -93,9 +89,9 @@ class Measures:
         if scored:
             run.score = evaluate(run.task, state, run.comm.comm, run.cfg.eval.batch, run.classes, run.metrics)
             report = replace(report, test_metric=run.score.metric, test_loss=run.score.loss)
-        for watch in self.watches:
+        for measure in self.all:
             if not problem:
-                found, problem = self.ask(watch.measure.name, partial(watch.after_round, run, report), record(report))
+                found, problem = self.ask(measure.name, partial(measure.after_round, run, report), record(report))
                 report = replace(report, measures=report.measures | found)
         if scored:
             report = replace(report, seconds=report.seconds | {"eval": perf_counter() - started})
@@ -106,7 +102,7 @@ class Measures:
         Collective."""
         self.run.current, problem = state, ""
         found: dict[str, Any] = {}
-        for measure in (watch.measure for watch in self.watches):
+        for measure in self.all:
             if not problem:
                 taken = record(replace(report, measures=found))  # not what an earlier end of the same run has left
                 more, problem = self.ask(measure.name, partial(measure.at_end, self.run), taken)
@@ -122,19 +118,4 @@ class Measures:
             if error is not comm.last:
                 raise
             return {}, str(error)
-        return shared(comm.comm, found), ""
-
-
-def shared(comm: Comm, numbers: dict[str, Any]) -> dict[str, Any]:
-    """Return rank 0's numbers on every rank. Collective."""
-    if comm.size == 1:
-        return numbers
-    raw = json.dumps(numbers).encode()
-    size = torch.tensor([len(raw)])
-    comm.broadcast(size)
-    content = torch.zeros(int(size), dtype=torch.uint8)
-    if comm.rank == 0:
-        content.copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
-    comm.broadcast(content)
-    found: dict[str, Any] = json.loads(bytes(content.tolist()))
-    return found
+        return from_first(comm.comm, found), ""

@@ -64,13 +64,6 @@ def evaluate(
     return add_up(readable(scores, "test"), comm, classes, list(metrics or {}))
 
 
-def evaluate_train(task: Task, state: State, comm: Summing, block: int, samples: Tensor) -> Score:
-    """Return the model's score on these train samples, as their clients have them but not augmented. Collective."""
-    task.load(state.model_N, state.ints)
-    mine = torch.split(samples, block)[comm.rank :: comm.size]
-    return add_up(readable(task.score_train(mine), "train"), comm)
-
-
 def add_up(scores: Iterable[Scored], comm: Summing, classes: int = 0, metrics: Iterable[str] = ()) -> Score:
     """Return the means over what all ranks have scored. Collective."""
     place = {name: 2 + classes + i for i, name in enumerate(metrics)}
