@@ -29,7 +29,7 @@ from torch import Tensor
 from .. import __version__
 from ..algorithms import Algorithm
 from ..clients.task import Task
-from ..comm import Comm, agreed, common_trouble
+from ..comm import Comm, agreed, common_trouble, from_first, tell_all
 from ..comm.env import Place, available_cores, choose_device, describe, threads_per_rank
 from ..data import Arrays, Data, Ints, Partition
 from ..errors import CommonError, FileError, RunError, UserError
@@ -171,9 +171,9 @@ def check_alike(cfg: Config, comm: Comm) -> None:
     rank trains a client. Collective."""
     alike = replace(cfg, quiet=False, verbose=False)  # ranks may print differently
     same_everywhere("configuration", comm, json.dumps(dataclasses.asdict(alike), sort_keys=True).encode())
-    threads = of_ranks(torch.get_num_threads(), comm)
+    threads = tell_all(comm, str(torch.get_num_threads()))
     if comm.rank == 0 and len(set(threads)) > 1:
-        warnings.warning("ranks have %s threads; equal bits need equal numbers: give --threads", threads)
+        warnings.warning("ranks have %s threads; equal bits need equal numbers: give --threads", ", ".join(threads))
 
 
 def try_own_rule(spec: RunSpec, task: Task, comm: Comm) -> None:
@@ -282,17 +282,15 @@ def find_start(
     Collective."""
     if out is None:
         return None
-    words = torch.zeros(3, dtype=torch.int64)  # round it stopped after, whether to start over, whether finished
+    before, over, finished = None, False, False
     with agreed(comm):
         if comm.rank == 0:
             before = folder.stopped_before(out, environ)
-            words[0] = before["round"] if before else 0
-            words[1] = cfg.resume == "never" and not folder.begun_before(out, environ)  # only at the first attempt
-            words[2] = (out / FINISHED).exists()
-    comm.broadcast(words)
-    stopped, over, finished = words.tolist()
-    if stopped:
-        raise Stopped(stopped, "already, in this launch")
+            over = cfg.resume == "never" and not folder.begun_before(out, environ)  # only at the first attempt
+            finished = (out / FINISHED).exists()
+    before, over, finished = from_first(comm, (before, over, finished))
+    if before is not None:
+        raise Stopped(before["round"], "already, in this launch")
     if over:
         return None
     found = find(out, fingerprint, comm, cfg.resume == "force")
@@ -377,19 +375,10 @@ def sha256(*pieces: bytes | np.ndarray) -> str:
     return sha.hexdigest()
 
 
-def of_ranks(value: int, comm: Comm) -> list[int]:
-    """Return this number of every rank. Collective."""
-    rows = torch.zeros(comm.size, dtype=torch.int64)
-    rows[comm.rank] = value
-    comm.sum(rows)
-    return [int(one) for one in rows]
-
-
 def same_everywhere(what: str, comm: Comm, content: bytes) -> None:
     """Raise a `UserError` if the content differs between ranks. Collective."""
-    rows = of_ranks(int(sha256(content)[:14], 16), comm)
-    odd = [rank for rank in range(comm.size) if rows[rank] != rows[0]]
-    if odd:
+    first, *others = tell_all(comm, sha256(content))
+    if odd := [rank for rank, sha in enumerate(others, 1) if sha != first]:
         raise UserError(f"ranks {odd} have another {what} than rank 0; give all ranks the same")
 
 

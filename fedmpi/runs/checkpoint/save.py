@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -29,7 +30,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ... import __version__
-from ...comm import Comm, agreed, common_trouble
+from ...comm import Comm, agreed, common_trouble, from_first, tell_all
 from ...errors import CommonError, UserError, reason
 from ...rounds import State
 from .. import folder
@@ -90,9 +91,8 @@ class Saver:
         self.memories: list[MemoryFile] = []
         self.copies: dict[str, Tensor] = {}
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="fedmpi-checkpoint")
-        token = torch.frombuffer(bytearray(os.urandom(8)), dtype=torch.int64).clone()
-        comm.broadcast(token)  # a dying rank of an earlier start cannot write into the files of this one
-        self.token = f"{int(token) & (2**63 - 1):x}"
+        # A dying rank of an earlier start cannot write into the files of this one.
+        self.token = from_first(comm, secrets.token_hex(8))
         if self.out is not None:
             self._make_base()
 
@@ -210,11 +210,8 @@ class Saver:
             trouble = reason(error)
         self.memory.unpin()
         self.agree(trouble)
-        digests = torch.zeros(self.comm.size, 32, dtype=torch.uint8)
-        digests[self.comm.rank] = torch.frombuffer(bytearray.fromhex(sha), dtype=torch.uint8)
-        self.comm.sum(digests)
+        parts = tell_all(self.comm, sha)
         if self.comm.rank == 0:
-            parts = [bytes(row.tolist()).hex() for row in digests]
             self.sealing = self.thread.submit(self._seal, self.about | {"parts": parts}, self.writing)
         self.mine = self.writing = None
 
@@ -265,9 +262,8 @@ class Saver:
         trouble = common_trouble(self.comm, trouble or self.trouble or self._seal_trouble())
         if trouble:
             self._seal_trouble(wait=True)  # the checkpoint before may be complete by now
-            kept = torch.tensor([self.kept])  # rank 0 knows
-            self.comm.broadcast(kept)
-            raise CommonError(folder.write_failed(self.base.parent, trouble, int(kept)))
+            kept = from_first(self.comm, self.kept)
+            raise CommonError(folder.write_failed(self.base.parent, trouble, kept))
 
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> File:
