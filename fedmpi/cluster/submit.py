@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from ..errors import RunError, UserError, exit_code, unknown
-from ..plugins.knobs import check_bounds, knob, knobs
+from ..plugins.knobs import check_bounds, knob, plain_knobs
 from ..runs import folder
 from ..runs.config import Config
 from ..runs.options import read_options
@@ -247,7 +247,7 @@ def prepare_folder(options: SubmitOptions, cfg: Config, out: Path) -> Train:
 
 def check(options: SubmitOptions) -> None:
     """Refuse options that are out of bounds or contradict each other."""
-    check_bounds(options, prefix="")
+    check_bounds(options)
     for kind, given, known in (("executor", options.executor, EXECUTORS), ("--mpi", options.mpi, MANAGERS)):
         if given not in known:
             raise unknown(kind, given, known)
@@ -328,8 +328,7 @@ def check_folder(out: Path, cfg: Config, busy: str) -> None:
         return
     with contextlib.suppress(Damaged):  # the run itself will look for another
         about = read_sealed(out / folder.CHECKPOINTS / f"round-{saved}" / MANIFEST)
-        known = {name: value for name, value in knobs(cfg).items() if value is not None and name != "device"}
-        known = {name: value for name, value in known.items() if not dataclasses.is_dataclass(value)}
+        known = {name: value for name, value in plain_knobs(cfg).items() if value is not None and name != "device"}
         compare(out, about, Fingerprint(known, {}), force=False)
 
 

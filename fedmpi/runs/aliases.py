@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -133,19 +134,20 @@ def advice(given: str, dashes: str, roughly: bool = False) -> str | None:
 
 
 def real_options(arguments: Iterable[str], kind: type[Config] = Config) -> list[str]:
-    """Return a command line with the real names of its options, and `true` for a switch without a value."""
-    words = list(arguments)
-    known = knobs(kind())
-    switches = {name for name, value in known.items() if isinstance(value, bool)}
+    """Return a command line with the real names of its options, each joined with its value: --tau=0.4, --quiet=true."""
+    switches = {name for name, value in knobs(kind()).items() if isinstance(value, bool)}
+    words = deque(arguments)
     found = []
-    for word, following in zip(words, [*words[1:], "--"], strict=False):
-        option, equals, value = word.partition("=")
-        real = real_name(option) if option.startswith("--") else None
-        if real is None and option.removeprefix("--") in switches:
-            real = option.removeprefix("--")
-        if real in switches and not equals and following.startswith("--"):
-            equals, value = "=", "true"
-        found.append(f"--{real}{equals}{value}" if real else word)
+    while words:
+        option, equals, value = words.popleft().partition("=")
+        if option.startswith("--"):
+            option = real_name(option) or option[2:]
+            if not equals and words and not words[0].startswith("--"):
+                equals, value = "=", words.popleft()
+            elif not equals and option in switches:
+                equals, value = "=", "true"
+            option = f"--{option}"
+        found.append(f"{option}{equals}{value}")
     return found
 
 

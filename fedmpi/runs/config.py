@@ -252,7 +252,7 @@ class Launch:
 
 def check(cfg: Config) -> None:
     """Raise a `UserError` for the first option that is out of its bounds or conflicts with another."""
-    check_bounds(cfg, prefix="")
+    check_bounds(cfg)
     if cfg.cohort > cfg.clients:
         raise UserError(
             f"--cohort is {cfg.cohort} but there are only {cfg.clients} clients; lower --cohort or raise --clients"

@@ -14,7 +14,7 @@ import os
 import re
 import reprlib
 import shlex
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, field
 from importlib import resources
 from pathlib import Path
@@ -28,7 +28,7 @@ from ..errors import UserError, nearest, one_line, squeezed
 from ..plugins.knobs import check_bounds, knobs
 from .aliases import advice, chosen, real_keywords, real_options
 from .config import Config, Launch, renamed
-from .extend import config_class, config_for, flat, given_options
+from .extend import config_class, config_for, flat
 from .schema import load_yaml
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def read_options(
         raise SystemExit(0)
     parser = make_parser(f"fedmpi {command}", about, kind, short or {})
     options = filled(parser, kind, lambda: parser.parse_args(list(arguments)))
-    check_bounds(options, prefix="")
+    check_bounds(options)
     return options
 
 
@@ -96,24 +96,25 @@ def read_options(
 
 def parse(arguments: list[str]) -> Config:
     """Return the configuration of a command line: YAML files first, then the options in their order."""
-    names, words = split_files(real_options(arguments))
-    files = [read_config(name) for name in names]
-    given = given_options(words)
+    words = real_options(arguments)
+    files = [read_config(word.removeprefix("--config=")) for word in words if word.startswith("--config=")]
+    words = [word for word in words if not word.startswith("--config=")]  # an option overrides a file anywhere
+    given = {name[2:]: value for name, _, value in (word.partition("=") for word in words) if name.startswith("--")}
     known = {name: value for _, tree in files for name, value in flat(tree).items()} | given
-    helps = bool((HELP | HELP_ALL) & set(words))
+    helps = bool((HELP | HELP_ALL) & set(arguments))
     plugged = helps or any(name.startswith("print") for name in given)
     kind = config_for(known) if plugged else config_class(known)
     if helps:
         from .help import train_help
 
-        print(train_help(kind, everything=bool(HELP_ALL & set(words))), end="", flush=True)
+        print(train_help(kind, everything=bool(HELP_ALL & set(arguments))), end="", flush=True)
         raise SystemExit(0)
     for path, tree in files:
         check_keys(f"--config {path}", tree, knobs(kind()))
     if files:
         check_renaming(*files[-1], given)
     words = real_options(words, kind)  # once more, for the flags of plug-ins
-    for name, value in given_options(words).items():
+    for name, value in given.items():
         refuse_comment(name, value)
     parser = make_parser("fedmpi train", "", kind)
     return filled(parser, kind, lambda: parser.parse_args([*(as_argument(*file) for file in files), *words]))
@@ -122,7 +123,13 @@ def parse(arguments: list[str]) -> Config:
 def split_launch(arguments: list[str]) -> tuple[Launch, list[str]]:
     """Take the options of the launcher out of a command line; return them and the rest."""
     names = [f"--{f.name}" for f in dataclasses.fields(Launch)]
-    own, rest = take_out(names, arguments)
+    own: list[str] = []
+    rest: list[str] = []
+    words = iter(arguments)
+    for word in words:
+        (own if word.partition("=")[0] in names else rest).append(word)
+        if word in names:
+            own += itertools.islice(words, 1)
     if not own:
         return Launch(), rest
     launch = read_options(Launch, own, "train", "")
@@ -222,28 +229,6 @@ def single_runs() -> dict[str, Path]:
 def is_sweep(tree: Any) -> bool:
     """Return whether a YAML file is a sweep rather than the configuration of a run."""
     return isinstance(tree, dict) and not SWEEP.isdisjoint(tree)
-
-
-def take_out(names: Collection[str], arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the options of these names with their values, and the other words of a command line."""
-    own: list[str] = []
-    rest: list[str] = []
-    words = iter(arguments)
-    for word in words:
-        if word in names:
-            own += [word, *itertools.islice(words, 1)]
-        else:
-            (own if word.partition("=")[0] in names else rest).append(word)
-    return own, rest
-
-
-def split_files(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the files of a command line (--config), and its other words: an option overrides a file wherever it
-    stands."""
-    own, rest = take_out(["--config"], arguments)
-    if own[-1:] == ["--config"]:
-        raise UserError("--config needs a value")
-    return [word.removeprefix("--config=") for word in own if word != "--config"], rest
 
 
 def as_argument(file: Path, tree: Any) -> str:

@@ -34,7 +34,7 @@ from ..comm.env import Place, available_cores, choose_device, describe, threads_
 from ..data import Arrays, Data, Ints, Partition
 from ..errors import CommonError, FileError, RunError, UserError
 from ..local import RULES
-from ..plugins.knobs import knobs
+from ..plugins.knobs import plain_knobs
 from ..rounds import Report, State, begin, rounds
 from ..server import VARIED
 from . import folder
@@ -335,11 +335,6 @@ class Outcome:
     def last(self) -> Report:
         """Return the last round's report."""
         return self.history[-1]
-
-
-def plain_knobs(cfg: Config) -> dict[str, Any]:
-    """Return every knob by its dotted name, without the groups."""
-    return {name: value for name, value in knobs(cfg).items() if not dataclasses.is_dataclass(value)}
 
 
 def fingerprint_of(spec: RunSpec, task: Task, data: Data, meta: Ints, device: torch.device) -> Fingerprint:

@@ -81,7 +81,7 @@ def test_no_number_is_without_a_lower_bound() -> None:
 
 @pytest.mark.parametrize(("name", "value"), INSIDE)
 def test_a_value_just_inside_its_bounds_is_taken(name: str, value: float) -> None:
-    check_bounds(with_knob(name, value), prefix="")
+    check_bounds(with_knob(name, value))
 
 
 @pytest.mark.parametrize(("name", "value"), OUTSIDE)

@@ -110,7 +110,7 @@ def main(arguments: list[str]) -> int:
 
 def check(settings: AttackSettings) -> None:
     """Refuse options out of bounds and unknown names."""
-    check_bounds(settings, prefix="")
+    check_bounds(settings)
     for kind, name, known in (("--members", settings.members, MEMBERS), ("--features", settings.features, FEATURES)):
         if name not in known:
             raise unknown(kind, name, known)
