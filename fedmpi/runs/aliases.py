@@ -17,7 +17,7 @@ from typing import Any
 
 from ..errors import UserError, nearest, squeezed
 from ..plugins.knobs import knobs
-from .config import RENAMED, Config
+from .config import RENAMED, Config, flat
 
 ALIASES: dict[str, tuple[str, ...]] = {
     "local.lr": ("lr", "learning_rate", "eta_l"),
@@ -156,19 +156,15 @@ def real_keywords(values: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     given: dict[str, str] = {}
     for name, value in values.items():
-        real = real_name(name) or name
-        group, _, own = real.rpartition(".")
-        inner = dict(value) if isinstance(value, Mapping) else value
-        twice = [f"{real}.{key}" for key in inner] if isinstance(inner, dict) else [real]
-        for one in twice:
-            if one in given:
-                raise UserError(f"{given[one]} and {name} are the same option, {one}; give one of them")
-            given[one] = name
-        if not group:
-            both = isinstance(found.get(real), dict) and isinstance(inner, dict)
-            found[real] = found[real] | inner if both else inner
-        elif isinstance(found.setdefault(group, {}), dict):
-            found[group][own] = inner
+        for real, one in flat({real_name(name) or name: value}).items():
+            if real in given:
+                raise UserError(f"{given[real]} and {name} are the same option, {real}; give one of them")
+            given[real] = name
+            group, _, own = real.partition(".")
+            if not own:
+                found[real] = one
+            elif isinstance(found.setdefault(group, {}), dict):
+                found[group][own] = one
     return found
 
 

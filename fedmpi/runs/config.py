@@ -9,6 +9,7 @@ here; plug-ins add theirs (`extend.py`). Fields that default to null are filled 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,17 @@ RENAMED = {"log": "log_to"}
 def renamed(tree: Any) -> Any:
     """Return a configuration as read from a file, or a part of it, by today's names of the knobs."""
     return {RENAMED.get(name, name): value for name, value in tree.items()} if isinstance(tree, dict) else tree
+
+
+def flat(tree: Any, separator: str = ".") -> dict[str, Any]:
+    """Return the values of nested dicts by their names, joined by dots; {} for anything else than a dict."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items() if isinstance(tree, Mapping) else ():
+        if isinstance(value, Mapping):
+            found |= {f"{name}{separator}{inner}": one for inner, one in flat(value, separator).items()}
+        else:
+            found[str(name)] = value
+    return found
 
 
 @dataclass(frozen=True)

@@ -88,12 +88,3 @@ def extend(cfg: Config, row: Row) -> Config:
     known = knobs(usual)
     found: Config = with_values(usual, {name: one for name, one in plain_knobs(cfg).items() if name in known})
     return found
-
-
-def flat(tree: Any) -> dict[str, Any]:
-    """Return the options of a nested dict, as read from YAML, by their dotted names."""
-    found: dict[str, Any] = {}
-    for name, value in tree.items() if isinstance(tree, dict) else ():
-        inner = {f"{name}.{key}": one for key, one in value.items()} if isinstance(value, dict) else {str(name): value}
-        found |= inner
-    return found

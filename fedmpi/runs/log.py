@@ -26,7 +26,7 @@ from ..rounds import Report
 from ..schedules import read_names
 from .folder import METRICS, append, write
 from .metrics import Record, finite, lacking, read_lines
-from .sinks import SINKS, About, Guarded, Sink, need
+from .sinks import SINKS, About, Guarded, need
 from .sinks.base import scalars
 from .stop import Stopped
 
@@ -117,7 +117,7 @@ def fields(report: Report, rounds: int) -> dict[str, str]:
 def measured(report: Report, name: str) -> dict[str, str]:
     """Return the fields of further measurements, under a short word or their own names; `name`: short name of the
     metric. Grouped numbers, such as those per layer, are too many for a line."""
-    numbers = dict(scalars(report.measures))
+    numbers = scalars(report.measures)
     sides = f"clients_{report.metric}"
     words = {"below_tau": "below", f"train_{report.metric}": f"train-{name}", "train_sample_loss": ""}
     words |= {f"{sides}/participating": "part", f"{sides}/others": "others"}
@@ -200,7 +200,7 @@ class Log:
         self.rounds, self.speaks = rounds, speaks and not quiet
         self.verbose, self.several, self.hidden = verbose, several, hidden
         self.styles = styles_for(sys.stdout)
-        self.sinks: list[Sink] = []
+        self.sinks: list[JsonLines | Guarded] = []
         if speaks and folder is not None:
             self.sinks.append(JsonLines(folder, done, records))
             about = About(folder, done, config or {}, records)

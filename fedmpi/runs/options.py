@@ -27,8 +27,8 @@ import yaml
 from ..errors import UserError, nearest, one_line, squeezed
 from ..plugins.knobs import check_bounds, knobs
 from .aliases import advice, chosen, real_keywords, real_options
-from .config import Config, Launch, renamed
-from .extend import config_class, config_for, flat
+from .config import Config, Launch, flat, renamed
+from .extend import config_class, config_for
 from .schema import load_yaml
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -176,7 +177,7 @@ def test_layers_are_counted_in_any_pieces_on_any_ranks_as_in_the_whole(case: dic
     for rank in ranks:
         rank.start(layout, tau, CPU)
     for i, (start, stop) in enumerate(zip(case["cuts"], case["cuts"][1:], strict=False)):
-        ranks[i % 2].add(start, sizes[start:stop], clients)
+        ranks[i % 2].on_tile(SimpleNamespace(start=start, votes=sizes[start:stop]), torch.ones(()), clients)
     ranks[0].counts += ranks[1].counts
     found = ranks[0].read(SoloComm(), clients)
 

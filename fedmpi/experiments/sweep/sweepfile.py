@@ -23,8 +23,8 @@ import yaml
 from ...errors import UserError, nearest, unknown
 from ...plugins.knobs import knobs
 from ...runs.config import Config, renamed
+from ...runs.config import flat as dotted
 from ...runs.extend import KINDS, config_class, config_for
-from ...runs.extend import flat as dotted
 from ...runs.options import check_keys, is_sweep, read_config, read_yaml, recipes, unknown_option
 from ..measures import measure
 from .grid import GROUPS, KNOWN, Choose, Knobs, Point, Stop, Sweep, Where, flat, label_of, points

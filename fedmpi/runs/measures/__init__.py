@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ...aggregate.exchange import Tile
 from ...comm import from_first
-from ...errors import CommonError, UserError, raised
-from ...plugins import import_path
+from ...errors import CommonError, UserError
+from ...plugins import import_path, users_code
 from ...rounds import Report, State
 from ...schedules import read_names
 from ..log import record
@@ -47,12 +47,8 @@ def make_measure(name: str) -> Measure:
     """Return a new measurement by its name or import path."""
     found = resolve_name(MEASURES[name]) if name in MEASURES else import_path(KIND, name)
     if isinstance(found, type) and issubclass(found, Measure):
-        try:
+        with users_code(f"{KIND} '{name}'", " when it was made; its class must take no argument"):
             measure: Measure = found()
-        except (Exception, SystemExit) as error:
-            raise UserError(
-                f"{KIND} '{name}' raised {raised(error)} when it was made; its class must take no argument"
-            ) from error
     elif callable(found) and not isinstance(found, type):
         measure = Metric(name.rpartition(":")[2], found)
     else:

@@ -9,7 +9,8 @@ import numpy as np
 
 from ...cohort import draw
 from ...data import Ints, Partition
-from ...errors import UserError, one_line
+from ...errors import UserError
+from ...plugins import users_code
 from ...rounds import Plan, Report
 from .base import Measure, Numbers, Run
 
@@ -52,13 +53,9 @@ class ClientScores(Measure):
             raise UserError(
                 f"--evaluate clients goes by class, and '{run.data.name}' has numbers for labels; leave clients out"
             )
-        try:
+        what = "--evaluate clients scores the samples of a class by themselves, which"
+        with users_code(what, " for the outputs of the model; leave clients out"):
             next(run.task.score([slice(0, 2)], by_class=True))
-        except Exception as error:
-            raise UserError(
-                f"--evaluate clients scores the samples of a class by themselves, which raised {type(error).__name__} "
-                f"for the outputs of the model: {one_line(error)}; leave clients out"
-            ) from error
         self.holdings = Holdings(run.task.partition, labels, run.data.kinds)
         run.classes = run.data.kinds
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ...errors import UserError, raised
+from ...errors import UserError
+from ...plugins import users_code
 from ...rounds import Report
 from .base import Measure, Numbers, Run
 
@@ -28,13 +29,9 @@ class Metric(Measure):
                 f"measurement '{self.name}' is recorded as test_{self.label}, which is there already; rename the "
                 "function, or leave it out of --evaluate"
             )
-        try:
+        valid = "a function of the model's outputs and the labels, or a subclass of fedmpi.runs.measures.Measure"
+        with users_code(f"measurement '{self.name}'", f" for the first test samples; it must be {valid}"):
             next(run.task.score([slice(0, 2)], metrics={self.label: self.total}))
-        except (Exception, SystemExit) as error:
-            raise UserError(
-                f"measurement '{self.name}' raised {raised(error)} for the first test samples; it must be a function "
-                "of the model's outputs and the labels, or a subclass of fedmpi.runs.measures.Measure"
-            ) from error
         run.metrics[self.label] = lambda *block: run.comm.keep(self.name, partial(self.total, *block), (0.0, 0))
 
     def total(self, outputs: Tensor, labels: Tensor) -> tuple[float, int]:

@@ -18,12 +18,12 @@ from contextlib import suppress
 from typing import Any
 
 from ...errors import UserError, one_line, reason
-from .base import About, Sink, Tool, missing
+from .base import About, Tool, missing
 from .mlflow import Mlflow
 from .tensorboard import TensorBoard
 from .wandb import Wandb
 
-__all__ = ["SINKS", "About", "Guarded", "Sink", "need"]
+__all__ = ["SINKS", "About", "Guarded", "need"]
 
 log = logging.getLogger("fedmpi")
 
@@ -62,15 +62,15 @@ class Guarded:
             self.write(record)
 
     def write(self, record: dict[str, Any]) -> None:
-        if self.sink is None or record["round"] <= self.sink.logged.last:
+        if self.sink is None or record["round"] <= self.sink.last:
             return
-        before = self.sink.logged.last
+        before = self.sink.last
         try:
-            self.sink.logged.mark(record["round"])  # first: a run that is killed in between must not log it twice
-            self.sink.write(record)
+            self.sink.mark(record["round"])  # first: a run that is killed in between must not log it twice
+            self.sink.add(record, record["round"])
         except Exception as error:
             with suppress(OSError):
-                self.sink.logged.mark(before)
+                self.sink.mark(before)
             self.lose(error)
 
     def end(self, record: dict[str, Any], more: dict[str, Any]) -> None:
