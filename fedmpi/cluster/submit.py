@@ -102,9 +102,9 @@ class Train:
         self.arguments = arguments
 
     def __call__(self) -> None:
-        from ..runs.rank import Rank
+        from ..runs.rank import begin, train
 
-        if code := exit_code(lambda: Rank.begin().train(self.arguments)):
+        if code := exit_code(lambda: train(self.arguments, *begin())):
             raise SystemExit(code)
 
     def checkpoint(self) -> DelayedSubmission:

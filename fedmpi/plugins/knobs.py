@@ -54,16 +54,17 @@ def knob(
     by_row: bool = False,
     none: Any = None,
     otherwise: Any = None,
+    short: str = "",
 ) -> Any:
     """Return a field with bounds, or with the words to choose from.
 
     The rest is for built-in knobs that a named algorithm may have defaults for. `by_row`: the option is null unless
     given, and falls back on the algorithm's row, then on this default. `none`: how a None is then written in a
-    configuration. `otherwise`: what fields of the configuration itself, whose default is null, fall back on.
+    configuration. `otherwise`: what fields of the configuration itself, whose default is null, fall back on. `short`: a
+    second name for an option of a command, such as -n.
     """
-    bounds = Bounds(low, high, open_low, open_high)
-    metadata = {"bounds": bounds, "choices": tuple(choices), "by_row": by_row, "none": none, "otherwise": otherwise}
-    return field(default=default, metadata=metadata)
+    metadata = {"bounds": Bounds(low, high, open_low, open_high), "choices": tuple(choices), "by_row": by_row}
+    return field(default=default, metadata={**metadata, "none": none, "otherwise": otherwise, "short": short})
 
 
 def walk(part: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:

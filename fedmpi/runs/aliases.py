@@ -9,7 +9,6 @@ and those of the client as `client_NAME`.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -166,14 +165,6 @@ def real_keywords(values: Mapping[str, Any]) -> dict[str, Any]:
             elif isinstance(found.setdefault(group, {}), dict):
                 found[group][own] = one
     return found
-
-
-def chosen(group: Any) -> Any:
-    """Return a group of options as a dict of those that differ from their defaults; anything else unchanged."""
-    if not dataclasses.is_dataclass(group) or isinstance(group, type):
-        return group
-    usual = type(group)()
-    return {k: v for k, v in dataclasses.asdict(group).items() if v != getattr(usual, k)}
 
 
 def real_value(option: str, given: str, known: Iterable[str]) -> str:

@@ -110,7 +110,7 @@ class Skew:
     """Dirichlet concentration of the labels: smaller is more heterogeneous (split dirichlet)."""
     beta: float = knob(0.5, low=0, open_low=True)
     """Dirichlet concentration of the client sizes (split quantity)."""
-    owners: str = "choose"
+    owners: str = knob("choose", choices=("choose", "merge"))
     """If there are fewer clients than writers or roles: choose some of them, or merge them (split natural)."""
 
 
@@ -218,9 +218,9 @@ class Config(MaskOptions, Chosen):
     """Save and stop after this many minutes, with exit code 75. Default: no limit."""
     comm: str = "auto"
     """Transport: torch (gloo, nccl), mpi, or auto (by the launcher)."""
-    sum: str = "exact"
+    sum: str = knob("exact", choices=("exact", "float32"))
     """exact (the same bits on any number of ranks) or float32 (half the bytes of the sums)."""
-    wire: str = "float32"
+    wire: str = knob("float32", choices=("float32", "bf16"))
     """Format of sums and model between nodes: float32, or bf16 (half the bytes, with error feedback; needs --sum
     float32)."""
     timeout: float = knob(600.0, low=0, open_low=True, high=1e7)

@@ -109,7 +109,7 @@ def group_names(title: str, known: Mapping[str, Option]) -> list[str]:
     return names
 
 
-def options_of(kind: Any, prefix: str = "", short: Mapping[str, str] | None = None) -> Iterator[Option]:
+def options_of(kind: Any, prefix: str = "") -> Iterator[Option]:
     """Yield the options of a dataclass and of the dataclasses inside it."""
     explained = texts(kind)
     for f in dataclasses.fields(kind):
@@ -125,7 +125,7 @@ def options_of(kind: Any, prefix: str = "", short: Mapping[str, str] | None = No
             explained.get(f.name, ""),
             default,
             metavar=metavar,
-            short=(short or {}).get(f.name),
+            short=f.metadata.get("short"),
             positional=bool(f.metadata.get("positional")),
         )
 

@@ -26,7 +26,7 @@ from ..rounds import Report
 from ..schedules import read_names
 from .folder import METRICS, append, write
 from .metrics import Record, finite, lacking, read_lines
-from .sinks import SINKS, About, Guarded, need
+from .sinks import SINKS, About, Guarded, Sink, need
 from .sinks.base import scalars
 from .stop import Stopped
 
@@ -39,7 +39,7 @@ COLOURS = {"round": "1", "metric": "32", "dropped": "33", "time": "2"}  # bold, 
 log = logging.getLogger("fedmpi")
 
 
-class JsonLines:
+class JsonLines(Sink):
     """The sink that writes metrics.jsonl. `records`: the rounds up to `done`, of earlier starts."""
 
     def __init__(self, folder: Path, done: int, records: Sequence[Record]) -> None:
@@ -53,18 +53,15 @@ class JsonLines:
             log.warning("%s lacks %s%s; the model is not affected", self.path, absent, kept)
         write(self.path, "".join(json.dumps(record) + "\n" for record in records))
 
-    def write(self, record: Record) -> None:
+    def add(self, numbers: Record, step: int) -> None:
         if not self.path.exists() and self.path.parent.exists():  # if the folder is gone, `append` raises
-            log.warning("%s was removed: a new file has the rounds from %d on", self.path, record["round"])
-        append(self.path, json.dumps(record, allow_nan=False))
+            log.warning("%s was removed: a new file has the rounds from %d on", self.path, step)
+        append(self.path, json.dumps(numbers, allow_nan=False))
 
     def end(self, record: Record, more: Record) -> None:
         """Replace the record of the last round."""
         lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True) if self.path.exists() else []
         write(self.path, "".join(lines[:-1]) + json.dumps(record, allow_nan=False) + "\n")
-
-    def close(self, how: str) -> None:
-        pass
 
 
 def sink_names(names: str) -> list[str]:
@@ -200,7 +197,7 @@ class Log:
         self.rounds, self.speaks = rounds, speaks and not quiet
         self.verbose, self.several, self.hidden = verbose, several, hidden
         self.styles = styles_for(sys.stdout)
-        self.sinks: list[JsonLines | Guarded] = []
+        self.sinks: list[Sink] = []
         if speaks and folder is not None:
             self.sinks.append(JsonLines(folder, done, records))
             about = About(folder, done, config or {}, records)
@@ -231,7 +228,7 @@ class Log:
             self.say(phases(report, self.several, self.styles))
         self.bar.update()
         for sink in self.sinks:
-            sink.write(record(report))
+            sink.add(record(report), report.round)
 
     def end(self, report: Report, more: Record) -> None:
         """Add the measurements at the end of the run, `more`, to the record of its last round."""

@@ -44,7 +44,7 @@ from .checkpoint.load import find, restore
 from .checkpoint.save import Saver
 from .config import Config, Step
 from .folder import CONFIG, FINISHED, MODEL, write
-from .log import Log, folded, record, report_of
+from .log import Log, folded, record, report_of, sink_names
 from .malloc import keep_freed_memory
 from .measures import Measures, Ranks
 from .measures import Run as Measured
@@ -110,7 +110,7 @@ def run(
         spec, task = make_task(spec, data, partition, meta, comm.size, device)
         check_memory_folder(spec)
     cfg = spec.cfg
-    measures = Measures(spec.measures, Measured(cfg, task, data, plan_of(spec), Ranks(comm), spec.given, out))
+    measures = Measures(Measured(cfg, task, data, plan_of(spec), Ranks(comm), spec.given, out))
     try_own_rule(spec, task, comm)
     fingerprint = fingerprint_of(spec, task, data, meta, device)
     compare_ranks(fingerprint, comm)
@@ -139,7 +139,7 @@ def run(
             log = Log(
                 out,
                 cfg.rounds,
-                spec.sinks,
+                sink_names(cfg.log_to),
                 speaks=first,
                 quiet=cfg.quiet,
                 done=done,

@@ -130,7 +130,7 @@ def answers(out: Path, x: Tensor, arrays: Arrays) -> Tensor:
 )
 def test_measurements_are_named_in_a_list(names: str, wanted: list[str]) -> None:
     assert measure_names(names) == wanted
-    assert prepare(Config(evaluate=names)).measures == tuple(wanted)
+    assert prepare(Config(evaluate=names)).cfg.evaluate == names
 
 
 def test_an_unknown_measurement_is_exit_code_2_and_leaves_nothing(capsys: pytest.CaptureFixture[str]) -> None:

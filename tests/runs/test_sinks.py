@@ -27,7 +27,7 @@ from fedmpi.runs import metrics as fedmpi_metrics
 from fedmpi.runs import sinks
 from fedmpi.runs.log import Log, sink_names
 from fedmpi.runs.sinks import About
-from fedmpi.runs.sinks.base import Tool, ToolWithRuns, scalars
+from fedmpi.runs.sinks.base import Sink, SinkWithRuns, scalars
 from fedmpi.runs.sinks.mlflow import address
 
 TINY = "--data glyphs --split iid --model logistic --clients 5 --cohort 5 --local.steps 1 --eval.samples 50 --threads 1"
@@ -356,7 +356,7 @@ print(list(live(1, 2, 1.0)))
     assert done.stderr.count("WARNING: --log_to mlflow failed (ConnectionRefusedError: ") == 1, done.stderr
 
 
-class Broken(Tool):
+class Broken(Sink):
     """A tool that takes so many rounds and no more."""
 
     takes = 0
@@ -484,7 +484,7 @@ def test_a_run_has_one_id_until_its_rounds_come_again_with_other_knobs(tmp_path:
         if (tmp_path / "rounds.txt").exists():
             with open(tmp_path / "rounds.txt", "a") as file:
                 file.write(f"{id_in(tmp_path)} {last}\n")
-        tool = ToolWithRuns(tmp_path, About(tmp_path, done, config))
+        tool = SinkWithRuns(tmp_path, About(tmp_path, done, config))
         assert tool.last == (0 if tool.new else last)
         return tool.id
 
@@ -495,9 +495,9 @@ def test_a_run_has_one_id_until_its_rounds_come_again_with_other_knobs(tmp_path:
     assert id(5, 7, lr=0.2) == first
     assert id(5, 7, lr=0.3) != first
     (tmp_path / "rounds.txt").unlink()
-    assert ToolWithRuns(tmp_path, About(tmp_path, 6, {"lr": 0.3})).last == 6, "of a version that did not mark rounds"
+    assert SinkWithRuns(tmp_path, About(tmp_path, 6, {"lr": 0.3})).last == 6, "of a version that did not mark rounds"
     (tmp_path / "fedmpi.json").write_text('{"id": "../../x"}')
-    assert ToolWithRuns(tmp_path, About(tmp_path, 0)).new
+    assert SinkWithRuns(tmp_path, About(tmp_path, 0)).new
 
 
 def test_what_was_measured_at_the_end_is_there_too(tmp_path: Path) -> None:

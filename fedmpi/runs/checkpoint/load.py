@@ -28,7 +28,7 @@ from ...rounds import State
 from .. import folder
 from ..config import FREE
 from ..schema import Damaged, Manifest
-from .format import CLIENTS, Fingerprint, FoundCheckpoint, read_manifest, rounds_in, set_aside
+from .format import CLIENTS, Fingerprint, FoundCheckpoint, file_damage, read_manifest, rounds_in, set_aside
 
 log = logging.getLogger("fedmpi")
 
@@ -45,10 +45,10 @@ def find(out: Path, fingerprint: Fingerprint, comm: Comm, force: bool) -> FoundC
             try:
                 about, files = read_manifest(path)
                 changes = compare(out, about, fingerprint, force)
-                slices = [base / file.name for base, file in files if base == path]
-                found = FoundCheckpoint(about, slices, [base / file.name for base, file in files if base != path])
+                slices = [file for file, _ in files if file.parent == path]
+                found = FoundCheckpoint(about, slices, [file for file, _ in files if file.parent != path])
                 mine = files[comm.rank :: comm.size]
-                damages = (file.damage(base) or tensor_damage(base / file.name, about) for base, file in mine)
+                damages = (file_damage(file, wanted) or tensor_damage(file, about) for file, wanted in mine)
                 damage = next(filter(None, damages), "")
             except Damaged as error:
                 damage = error.what

@@ -35,13 +35,12 @@ from ...errors import CommonError, UserError, reason
 from ...rounds import State
 from .. import folder
 from ..config import Checkpoint
-from ..schema import Damaged
+from ..schema import Damaged, FileRecord
 from .format import (
     CLIENTS,
     FORMAT,
     MANIFEST,
     NAME,
-    File,
     Fingerprint,
     FoundCheckpoint,
     Progress,
@@ -63,7 +62,7 @@ LIVE_SHARE = 0.5  # a file of memories with a smaller valid share is written aga
 class MemoryFile:
     """A file of client memories that this rank has written."""
 
-    file: File
+    file: FileRecord
     rows: int
     live: set[int] = field(default_factory=set)
     """the clients whose newest memory it has"""
@@ -195,7 +194,7 @@ class Saver:
                 one.live -= rows.keys()
             self.memories = [one for one in self.memories if one.live]
             self.memories.append(MemoryFile(file, len(rows), set(rows)))
-        part = {"slice": vars(own), "clients": [vars(one.file) for one in self.memories]}
+        part = {"slice": own, "clients": [one.file for one in self.memories]}
         path = aside / f"part-{rank}.json"
         folder.write(path, json.dumps(part))
         return digest(path)
@@ -235,7 +234,7 @@ class Saver:
         rounds = rounds_in(self.base)
         keep = [round for round in rounds if round <= newest][: self.knobs.keep]
         listed = [read_manifest(self.base / f"round-{round}")[1] for round in keep]
-        used = {file.name for files in listed for base, file in files if base.name == CLIENTS}
+        used = {file.name for files in listed for file, _ in files if file.parent.name == CLIENTS}
         for round in set(rounds) - set(keep):
             discard(self.base / f"round-{round}")
         for path in (self.base / CLIENTS).iterdir():
@@ -266,9 +265,9 @@ class Saver:
             raise CommonError(folder.write_failed(self.base.parent, trouble, kept))
 
 
-def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> File:
+def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> FileRecord:
     """Write tensors to a file and sync it."""
     save_file(dict(tensors), path)
     folder.sync(path)
     folder.sync(path.parent)
-    return File(path.name, digest(path), path.stat().st_size)
+    return {"name": path.name, "sha256": digest(path), "bytes": path.stat().st_size}

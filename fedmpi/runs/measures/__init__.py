@@ -6,12 +6,11 @@ measurement, write a file and add a row; nothing else knows their names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pkgutil import resolve_name
 from time import perf_counter
-from typing import Any
 
 from torch import Tensor
 
@@ -64,10 +63,10 @@ def make_measure(name: str) -> Measure:
 class Measures:
     """The measurements of a run on one rank, as its loop calls them: all ranks raise the same error, or none."""
 
-    def __init__(self, names: Sequence[str], run: Run) -> None:
+    def __init__(self, run: Run) -> None:
         """Make and prepare them. Collective."""
         self.run = run
-        self.all = [run.comm.run(name, partial(make_measure, name)) for name in names]
+        self.all = [run.comm.run(name, partial(make_measure, name)) for name in measure_names(run.cfg.evaluate)]
         for measure in self.all:
             run.comm.run(measure.name, partial(measure.prepare, run))
         run.comm.error = CommonError
@@ -80,15 +79,12 @@ class Measures:
     def after_round(self, state: State, report: Report, scored: bool) -> tuple[Report, str]:
         """Return the report with the score on the test set (if `scored`) and the numbers of all measurements, and what
         went wrong: the same message on all ranks, '' if nothing did. Collective."""
-        run, started, problem = self.run, perf_counter(), ""
+        run, started = self.run, perf_counter()
         run.current, run.score = state, None
         if scored:
             run.score = evaluate(run.task, state, run.comm.comm, run.cfg.eval.batch, run.classes, run.metrics)
             report = replace(report, test_metric=run.score.metric, test_loss=run.score.loss)
-        for measure in self.all:
-            if not problem:
-                found, problem = self.ask(measure.name, partial(measure.after_round, run, report), record(report))
-                report = replace(report, measures=report.measures | found)
+        report, problem = self.ask(report, lambda measure, report: measure.after_round(run, report))
         if scored:
             report = replace(report, seconds=report.seconds | {"eval": perf_counter() - started})
         return report, problem
@@ -96,22 +92,22 @@ class Measures:
     def at_end(self, state: State, report: Report) -> tuple[Report, str]:
         """Return the last report with the numbers of the finished run, and what went wrong, as `after_round`.
         Collective."""
-        self.run.current, problem = state, ""
-        found: dict[str, Any] = {}
-        for measure in self.all:
-            if not problem:
-                taken = record(replace(report, measures=found))  # not what an earlier end of the same run has left
-                more, problem = self.ask(measure.name, partial(measure.at_end, self.run), taken)
-                found |= more
-        return replace(report, measures=report.measures | found), problem
+        self.run.current = state
+        # Not with what an earlier end of the same run has left.
+        ended, problem = self.ask(replace(report, measures={}), lambda measure, report: measure.at_end(self.run))
+        return replace(report, measures=report.measures | ended.measures), problem
 
-    def ask(self, name: str, work: Callable[[], Numbers | None], taken: Collection[str]) -> tuple[dict[str, Any], str]:
-        """Return the numbers that a measurement returns on rank 0, and what went wrong on any rank. Collective."""
+    def ask(self, report: Report, moment: Callable[[Measure, Report], Numbers | None]) -> tuple[Report, str]:
+        """Return the report with the numbers that the measurements return on rank 0, and what went wrong on any rank.
+        Collective."""
         comm = self.run.comm
-        try:
-            found = comm.run(name, lambda: checked(name, work(), taken))
-        except CommonError as error:
-            if error is not comm.last:
-                raise
-            return {}, str(error)
-        return from_first(comm.comm, found), ""
+        for measure in self.all:
+            work = partial(checked, measure.name, partial(moment, measure, report), record(report))
+            try:
+                found = comm.run(measure.name, work)
+            except CommonError as error:
+                if error is not comm.last:
+                    raise
+                return report, str(error)
+            report = replace(report, measures=report.measures | from_first(comm.comm, found))
+        return report, ""

@@ -163,9 +163,10 @@ class Measure:
         """Return the numbers of the finished run; its folder is complete."""
 
 
-def checked(name: str, found: Any, taken: Collection[str]) -> dict[str, Any]:
-    """Return what a measurement returned as plain numbers; raise a `RunError` if it is something else, or has a name
+def checked(name: str, work: Callable[[], Any], taken: Collection[str]) -> dict[str, Any]:
+    """Return what a measurement returns as plain numbers; raise a `RunError` if it is something else, or has a name
     that is taken."""
+    found = work()
     if found is None:
         return {}
     if not isinstance(found, Mapping):

@@ -44,14 +44,14 @@ class About:
         return asked | {"fedmpi": __version__}
 
 
-class Tool:
-    """A tool that follows a run. It may already have rounds of earlier starts."""
+class Sink:
+    """A destination for the metrics of each round. It may already have rounds of earlier starts."""
 
     last = 0
     """the last round that it has"""
 
     def mark(self, round: int) -> None:
-        """Record that the tool has the rounds up to this one."""
+        """Record that the sink has the rounds up to this one."""
         self.last = round
 
     def add(self, numbers: dict[str, Any], step: int) -> None:
@@ -66,8 +66,8 @@ class Tool:
         """Close the run, or this start of it; `how` is finished, stopped or failed."""
 
 
-class ToolWithRuns(Tool):
-    """A tool that has runs. The id of the run there, and the last round logged, are kept in files of the tool's folder.
+class SinkWithRuns(Sink):
+    """A tool that has runs. The id of a run there, and the last round logged, are kept in files of the tool's folder.
 
     The id stays the same, unless rounds that the tool already has will be trained again with other knobs."""
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import UserError
-from .base import About, ToolWithRuns, imported, scalars
+from .base import About, SinkWithRuns, imported, scalars
 
 STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 QUIET = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_LOGGING_LEVEL": "CRITICAL"}
@@ -22,7 +22,7 @@ QUIET |= {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT":
 PARAMS, METRICS, LONGEST = 100, 1000, 6000  # MLflow's limits: params and metrics per request, characters per param
 
 
-class Mlflow(ToolWithRuns):
+class Mlflow(SinkWithRuns):
     """A run of MLflow."""
 
     def __init__(self, about: About) -> None:

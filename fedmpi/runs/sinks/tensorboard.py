@@ -7,10 +7,10 @@ import socket
 import time
 from typing import Any, BinaryIO
 
-from .base import About, Tool, imported, scalars
+from .base import About, Sink, imported, scalars
 
 
-class TensorBoard(Tool):
+class TensorBoard(Sink):
     """Writes every number as a scalar. Each start writes all previous rounds again, which hides what earlier starts
     have written, because rounds there may be incomplete.
 

@@ -11,12 +11,12 @@ from contextlib import suppress
 from typing import Any
 
 from ...errors import AGAIN
-from .base import About, ToolWithRuns, imported, scalars
+from .base import About, SinkWithRuns, imported, scalars
 
 CODES = {"finished": 0, "stopped": AGAIN, "failed": 1}
 
 
-class Wandb(ToolWithRuns):
+class Wandb(SinkWithRuns):
     """A run of W&B."""
 
     def __init__(self, about: About) -> None:
