@@ -15,7 +15,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,7 @@ from .runs.aliases import real_name
 from .runs.build import Overrides, RunSpec, prepare
 from .runs.config import Config
 from .runs.log import record
-from .runs.options import as_tree, from_values, plain
+from .runs.options import as_tree, from_values
 from .runs.result import Result
 from .runs.run import Outcome, run, settle, trained_tensors, undisturbed
 from .runs.stop import Stopped, follow_launcher
@@ -152,7 +152,7 @@ def check_algorithm(algorithm: Algorithm, knobs: Mapping[str, Any]) -> None:
             raise UserError(
                 f"the algorithm's {name} is {type(value).__name__}; see docs/own-algorithm.md for what it is"
             )
-    usual = plain(Config())
+    usual = asdict(Config())
     asked = {name for name in ("mask", "tau", "sharpness", "server") if knobs.get(name, usual[name]) != usual[name]}
     local = knobs.get("local") or {}
     asked |= {f"local.{k}" for k, v in local.items() if k not in WORK and v != usual["local"].get(k)}

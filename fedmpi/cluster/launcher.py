@@ -161,7 +161,7 @@ def stand_alone() -> None:
 
 def be_rank(own: dict[str, str], arguments: list[str]) -> NoReturn:
     """Train as a rank in a forked process, then exit."""
-    from ..runs.rank import Rank
+    from ..runs.rank import begin, train
 
     code = 1
     try:
@@ -170,7 +170,7 @@ def be_rank(own: dict[str, str], arguments: list[str]) -> NoReturn:
         os.close(nothing)
         os.environ |= own
         stand_alone()
-        code = exit_code(lambda: Rank.begin().train(arguments))
+        code = exit_code(lambda: train(arguments, *begin()))
     except SystemExit as left:
         code = left.code if isinstance(left.code, int) else 1
     except BaseException:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from ..errors import RunError, UserError, exit_code
-from ..plugins.knobs import knob, knobs
+from ..plugins.knobs import knob, plain_knobs
 from ..runs import folder
 from ..runs.config import Config
 from ..runs.options import read_options
@@ -100,9 +100,9 @@ class Train:
         self.arguments = arguments
 
     def __call__(self) -> None:
-        from ..runs.rank import Rank
+        from ..runs.rank import begin, train
 
-        if code := exit_code(lambda: Rank.begin().train(self.arguments)):
+        if code := exit_code(lambda: train(self.arguments, *begin())):
             raise SystemExit(code)
 
     def checkpoint(self) -> DelayedSubmission:
@@ -290,8 +290,7 @@ def check_folder(out: Path, cfg: Config, busy: str) -> None:
         return
     with contextlib.suppress(Damaged):  # the run itself will look for another
         about = read_sealed(out / folder.CHECKPOINTS / f"round-{saved}" / MANIFEST)
-        known = {name: value for name, value in knobs(cfg).items() if value is not None and name != "device"}
-        known = {name: value for name, value in known.items() if not dataclasses.is_dataclass(value)}
+        known = {name: value for name, value in plain_knobs(cfg).items() if value is not None and name != "device"}
         compare(out, about, Fingerprint(known, {}), force=False)
 
 

@@ -9,11 +9,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .base import Comm, Rows, Update, Wait, agreed, common_trouble, tell_all
+    from .base import Comm, Rows, Update, Wait, agreed, common_trouble, from_first, tell_all
     from .node import share_node
     from .transports import SoloComm, agree_early, connect, pick
 
-__all__ = ["Comm", "Rows", "Update", "Wait", "agreed", "common_trouble", "tell_all"]  # in base
+__all__ = ["Comm", "Rows", "Update", "Wait", "agreed", "common_trouble", "from_first", "tell_all"]  # in base
 __all__ += ["SoloComm", "agree_early", "connect", "pick", "share_node"]
 
 _MODULES = {"share_node": "node"} | dict.fromkeys(("SoloComm", "agree_early", "connect", "pick"), "transports")

@@ -23,13 +23,14 @@ N: a full padded vector of size * S elements.  S: the slice a rank owns.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ from ..errors import CommonError, FileError, UserError, of_path
 if TYPE_CHECKING:
     from .node import Node
 
+T = TypeVar("T")
 Wait = Callable[[], None]  # waits until a started transfer is complete
 WHOLE = slice(None)
 ROLL_CALL_SECONDS = 5.0  # how long a failed rank waits for signs of life from the others
@@ -261,3 +263,15 @@ def tell_all(comm: Comm, text: str) -> list[str]:
     texts[comm.rank, : len(raw)] = torch.tensor(list(raw), dtype=torch.uint8)
     comm.sum(texts)  # each rank fills its own row
     return [bytes(row[:length].tolist()).decode() for row, length in zip(texts, lengths.tolist(), strict=True)]
+
+
+def from_first(comm: Comm, value: T) -> T:
+    """Return rank 0's value, as JSON has it, on all ranks. Collective."""
+    content = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    size = torch.tensor([len(content)])
+    comm.broadcast(size)
+    if comm.rank:
+        content = torch.zeros(int(size), dtype=torch.uint8)
+    comm.broadcast(content)
+    found: T = json.loads(bytes(content.tolist()))
+    return found

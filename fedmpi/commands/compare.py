@@ -50,7 +50,7 @@ def further(run: Run) -> dict[str, float]:
     found: dict[str, float] = {}
     for record in run.records:
         measured = {name: value for name, value in record.items() if name not in usual}
-        found |= {name: value for name, value in scalars(measured) if name.count("/") <= 1}
+        found |= {name: value for name, value in scalars(measured).items() if name.count("/") <= 1}
     return found
 
 

@@ -10,10 +10,10 @@ import contextlib
 import io
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from ..errors import UserError, unknown
+from ..plugins.knobs import walk
 from ..runs.options import positional, read_options, recipes
 
 SHELLS = ("bash", "zsh")
@@ -111,7 +111,6 @@ def options_in_help(*command: str) -> list[str]:
 
 def tables() -> dict[str, Iterable[str]]:
     """Return the names that an option takes, by option."""
-    from ..aggregate.sums import SUMS, WIRES
     from ..algorithms import ALGORITHMS
     from ..comm.transports import TRANSPORTS
     from ..data import DATASETS, SPLITS
@@ -122,7 +121,8 @@ def tables() -> dict[str, Iterable[str]]:
     from ..runs.sinks import SINKS
     from ..server import RULES as SERVER_RULES
 
-    return choices(Config()) | {
+    listed = {f"--{name}": f.metadata["choices"] for name, f, _ in walk(Config()) if f.metadata.get("choices")}
+    return listed | {
         "--algorithm": ALGORITHMS,
         "--mask": MASKS,
         "--data": DATASETS,
@@ -130,8 +130,6 @@ def tables() -> dict[str, Iterable[str]]:
         "--split": SPLITS,
         "--local.rule": LOCAL_RULES,
         "--server.rule": SERVER_RULES,
-        "--sum": SUMS,
-        "--wire": WIRES,
         "--comm": TRANSPORTS,
         "--device": ("auto", "cpu", "cuda"),
         "--config": recipes(),
@@ -139,16 +137,6 @@ def tables() -> dict[str, Iterable[str]]:
     }
 
 
-def choices(part: Any, prefix: str = "--") -> dict[str, Iterable[str]]:
-    """Return the words that options of a dataclass, and of those inside it, are chosen from."""
-    found: dict[str, Iterable[str]] = {}
-    for f in fields(part):
-        value = getattr(part, f.name)
-        if is_dataclass(value):
-            found |= choices(value, f"{prefix}{f.name}.")
-        elif f.metadata.get("choices"):
-            found[f"{prefix}{f.name}"] = f.metadata["choices"]
-    return found
 
 
 def cases(words: Mapping[str, Iterable[str]]) -> str:

@@ -34,9 +34,9 @@ class LogsOptions:
 
     run: str = positional("RUN")
     """Run folder; for a sweep, the folder of one of its runs."""
-    follow: bool = flag()
+    follow: bool = flag("-f")
     """Print new lines until the run ends."""
-    lines: int | None = knob(None, low=0)
+    lines: int | None = knob(None, low=0, short="-n")
     """Print only the last lines of each log. Default: all."""
 
 
@@ -83,8 +83,7 @@ class Printer:
 
 def main(arguments: list[str]) -> int:
     """`fedmpi logs RUN [-f] [-n LINES]`: print a run's log; return the exit code."""
-    short = {"follow": "-f", "lines": "-n"}
-    options = read_options(LogsOptions, arguments, "logs", ABOUT, usage="RUN [-f] [-n LINES]", short=short)
+    options = read_options(LogsOptions, arguments, "logs", ABOUT, usage="RUN [-f] [-n LINES]")
     if not options.run:
         raise UserError("logs needs a run folder: fedmpi logs RUN")
     run = Path(options.run)

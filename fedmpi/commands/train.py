@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from ..runs.rank import Rank
+from ..runs.rank import begin, train
 
 
 def main(arguments: list[str]) -> int:
     """Train; return the exit code."""
-    rank = Rank.begin()
+    place, began = begin()
     from ..runs.options import split_launch
 
     options, arguments = split_launch(arguments)
     if options.ranks == 1:
-        return rank.train(arguments)
+        return train(arguments, place, began)
     from ..cluster.launcher import launch
 
     return launch(options, arguments)

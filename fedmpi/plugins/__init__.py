@@ -11,11 +11,12 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import is_dataclass
 from typing import Any, TypeVar, get_type_hints
 
-from ..errors import UserError, nearest, one_line, raised, unknown
+from ..errors import UserError, nearest, raised, unknown
 
 T = TypeVar("T")
 
@@ -27,16 +28,20 @@ def find(kind: str, name: str, table: Mapping[str, Any], knobs: Any) -> Any:
             raise unknown(kind, name, table, own=True)
         return table[name](knobs)
     make, wanted = find_outside(kind, name, type(knobs))
+    takes = f"one argument, a {type(knobs).__name__}, and return what docs/own-algorithm.md describes"
+    with users_code(f"{kind} '{name}'", f" when it was given its knobs; it must take {takes}"):
+        return make(knobs if isinstance(knobs, wanted) else wanted(**vars(knobs)))
+
+
+@contextmanager
+def users_code(what: str, then: str = "") -> Iterator[None]:
+    """Turn what a user's code raises into a `UserError`, which names `what` was called and continues with `then`."""
     try:
-        made = make(knobs if isinstance(knobs, wanted) else wanted(**vars(knobs)))
+        yield
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        raise UserError(
-            f"{kind} '{name}' raised {raised(error)} when it was given its knobs; "
-            f"it must take one argument, a {type(knobs).__name__}, and return what docs/own-algorithm.md describes"
-        ) from error
-    return made
+        raise UserError(f"{what} raised {raised(error)}{then}") from error
 
 
 def find_outside(kind: str, path: str, base: type[T]) -> tuple[Callable[..., Any], type[T]]:
@@ -88,9 +93,7 @@ def import_path(kind: str, path: str) -> Any:
             ) from None
         raise UserError(f"{kind} '{path}': its module needs '{error.name}', which is not installed") from error
     except (Exception, SystemExit) as error:
-        raise UserError(
-            f"{kind} '{path}': importing its module raised {type(error).__name__}: {one_line(error)}"
-        ) from error
+        raise UserError(f"{kind} '{path}': importing its module raised {raised(error)}") from error
     if not hasattr(module, attribute):
         near = nearest(attribute, vars(module))
         hint = f"; did you mean '{near}'?" if near else ""
@@ -114,9 +117,5 @@ def call_with(kind: str, name: str, make: Callable[..., Any], offers: Mapping[st
             f"{kind} '{name}' asks for {', '.join(strange)}; there is {', '.join(offers) or 'nothing'} to ask for by "
             "these names, and other parameters need a default"
         )
-    try:
+    with users_code(f"{kind} '{name}'"):
         return make(**{p.name: offers[p.name] for p in named if p.name in offers})
-    except UserError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise UserError(f"{kind} '{name}' raised {raised(error)}") from error

@@ -11,7 +11,7 @@ import dataclasses
 import inspect
 import math
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, field, fields, is_dataclass, make_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
@@ -54,37 +54,42 @@ def knob(
     by_row: bool = False,
     none: Any = None,
     otherwise: Any = None,
+    short: str = "",
 ) -> Any:
     """Return a field with bounds, or with the words to choose from.
 
     The rest is for built-in knobs that a named algorithm may have defaults for. `by_row`: the option is null unless
     given, and falls back on the algorithm's row, then on this default. `none`: how a None is then written in a
-    configuration. `otherwise`: what fields of the configuration itself, whose default is null, fall back on.
+    configuration. `otherwise`: what fields of the configuration itself, whose default is null, fall back on. `short`: a
+    second name for an option of a command, such as -n.
     """
-    bounds = Bounds(low, high, open_low, open_high)
-    metadata = {"bounds": bounds, "choices": tuple(choices), "by_row": by_row, "none": none, "otherwise": otherwise}
-    return field(default=default, metadata=metadata)
+    metadata = {"bounds": Bounds(low, high, open_low, open_high), "choices": tuple(choices), "by_row": by_row}
+    return field(default=default, metadata={**metadata, "none": none, "otherwise": otherwise, "short": short})
 
 
-def knobs(part: Any, prefix: str = "") -> dict[str, Any]:
-    """Return every knob of a dataclass of the configuration by its dotted name, and the groups among them."""
-    out: dict[str, Any] = {}
+def walk(part: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
+    """Yield the dotted name, the field and the value of every knob of a dataclass, and of the groups among them."""
     for f in fields(part):
         name, value = f"{prefix}{f.name}", getattr(part, f.name)
-        out |= {name: value} | (knobs(value, f"{name}.") if is_dataclass(value) else {})
-    return out
-
-
-def fallbacks(part: Any, prefix: str = "") -> dict[str, Any]:
-    """Return what the knobs that an algorithm's row fills in fall back on, by their dotted names."""
-    out: dict[str, Any] = {}
-    for f in fields(part):
-        value, otherwise = getattr(part, f.name), f.metadata.get("otherwise")
+        yield name, f, value
         if is_dataclass(value):
-            out |= fallbacks(value, f"{prefix}{f.name}.")
-        elif otherwise is not None:
-            out[f"{prefix}{f.name}"] = otherwise
-    return out
+            yield from walk(value, f"{name}.")
+
+
+def knobs(part: Any) -> dict[str, Any]:
+    """Return every knob of a dataclass of the configuration by its dotted name, and the groups among them."""
+    return {name: value for name, _, value in walk(part)}
+
+
+def plain_knobs(part: Any) -> dict[str, Any]:
+    """Return every knob of a dataclass of the configuration by its dotted name, without the groups."""
+    return {name: value for name, _, value in walk(part) if not is_dataclass(value)}
+
+
+def fallbacks(part: Any) -> dict[str, Any]:
+    """Return what the knobs that an algorithm's row fills in fall back on, by their dotted names."""
+    found = {name: f.metadata.get("otherwise") for name, f, _ in walk(part)}
+    return {name: otherwise for name, otherwise in found.items() if otherwise is not None}
 
 
 def with_values(part: Any, values: Mapping[str, Any]) -> Any:
@@ -172,19 +177,16 @@ def help_texts(declared: type) -> dict[str, str]:
     return found
 
 
-def check_bounds(part: Any, prefix: str) -> None:
+def check_bounds(part: Any) -> None:
     """Check the bounds of every field of a dataclass and of those inside it."""
-    for f in fields(part):
-        name, value = f"--{prefix}{f.name}", getattr(part, f.name)
-        if is_dataclass(value):
-            check_bounds(value, f"{prefix}{f.name}.")
-        elif value is None:
+    for name, f, value in walk(part):
+        if value is None:
             if not any(word in str(f.type) for word in ("None", "Optional")):
-                raise UserError(f"{name} is null; it must have a value, and {f.default} is the default")
+                raise UserError(f"--{name} is null; it must have a value, and {f.default} is the default")
         elif isinstance(value, str):
-            check_word(name, value, f.metadata.get("choices"))
+            check_word(f"--{name}", value, f.metadata.get("choices"))
         elif "bounds" in f.metadata:
-            check_number(name, value, f.metadata["bounds"])
+            check_number(f"--{name}", value, f.metadata["bounds"])
 
 
 def check_number(option: str, value: float, bounds: Bounds) -> None:

@@ -9,14 +9,14 @@ and those of the client as `client_NAME`.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..errors import UserError, nearest, squeezed
 from ..plugins.knobs import knobs
-from .config import RENAMED, Config
+from .config import RENAMED, Config, flat
 
 ALIASES: dict[str, tuple[str, ...]] = {
     "local.lr": ("lr", "learning_rate", "eta_l"),
@@ -133,19 +133,20 @@ def advice(given: str, dashes: str, roughly: bool = False) -> str | None:
 
 
 def real_options(arguments: Iterable[str], kind: type[Config] = Config) -> list[str]:
-    """Return a command line with the real names of its options, and `true` for a switch without a value."""
-    words = list(arguments)
-    known = knobs(kind())
-    switches = {name for name, value in known.items() if isinstance(value, bool)}
+    """Return a command line with the real names of its options, each joined with its value: --tau=0.4, --quiet=true."""
+    switches = {name for name, value in knobs(kind()).items() if isinstance(value, bool)}
+    words = deque(arguments)
     found = []
-    for word, following in zip(words, [*words[1:], "--"], strict=False):
-        option, equals, value = word.partition("=")
-        real = real_name(option) if option.startswith("--") else None
-        if real is None and option.removeprefix("--") in switches:
-            real = option.removeprefix("--")
-        if real in switches and not equals and following.startswith("--"):
-            equals, value = "=", "true"
-        found.append(f"--{real}{equals}{value}" if real else word)
+    while words:
+        option, equals, value = words.popleft().partition("=")
+        if option.startswith("--"):
+            option = real_name(option) or option[2:]
+            if not equals and words and not words[0].startswith("--"):
+                equals, value = "=", words.popleft()
+            elif not equals and option in switches:
+                equals, value = "=", "true"
+            option = f"--{option}"
+        found.append(f"{option}{equals}{value}")
     return found
 
 
@@ -154,28 +155,16 @@ def real_keywords(values: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     given: dict[str, str] = {}
     for name, value in values.items():
-        real = real_name(name) or name
-        group, _, own = real.rpartition(".")
-        inner = dict(value) if isinstance(value, Mapping) else value
-        twice = [f"{real}.{key}" for key in inner] if isinstance(inner, dict) else [real]
-        for one in twice:
-            if one in given:
-                raise UserError(f"{given[one]} and {name} are the same option, {one}; give one of them")
-            given[one] = name
-        if not group:
-            both = isinstance(found.get(real), dict) and isinstance(inner, dict)
-            found[real] = found[real] | inner if both else inner
-        elif isinstance(found.setdefault(group, {}), dict):
-            found[group][own] = inner
+        for real, one in flat({real_name(name) or name: value}).items():
+            if real in given:
+                raise UserError(f"{given[real]} and {name} are the same option, {real}; give one of them")
+            given[real] = name
+            group, _, own = real.partition(".")
+            if not own:
+                found[real] = one
+            elif isinstance(found.setdefault(group, {}), dict):
+                found[group][own] = one
     return found
-
-
-def chosen(group: Any) -> Any:
-    """Return a group of options as a dict of those that differ from their defaults; anything else unchanged."""
-    if not dataclasses.is_dataclass(group) or isinstance(group, type):
-        return group
-    usual = type(group)()
-    return {k: v for k, v in dataclasses.asdict(group).items() if v != getattr(usual, k)}
 
 
 def real_value(option: str, given: str, known: Iterable[str]) -> str:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..aggregate.sums import SUMS, WIRES, check_wire
+from ..aggregate.sums import check_wire
 from ..algorithms import ALGORITHMS, Algorithm, MetaStep, Row, combine, find_row
 from ..clients.augment import make_augment
 from ..clients.execution import Mode, try_mode
@@ -43,23 +43,24 @@ from ..data import (
     split,
 )
 from ..data.objective import check_outputs, try_objective
-from ..data.splits import OWNERS, SplitSpec
+from ..data.splits import SplitSpec
 from ..errors import RunError, UserError, one_line, unknown
 from ..local import LocalKnobs, make_local
 from ..local.memory import Memory
 from ..masks import MASKS, MaskKnobs, make_mask
+from ..masks import try_out as try_mask
 from ..models import MODELS, ModelRow, find_model, make_model
 from ..plugins.knobs import fallbacks, handed_over, knobs, with_values
 from ..rounds import Plan
 from ..schedules import make_rate
 from ..seeds import torch_seed
 from ..server import VARIANTS, ServerKnobs, make_server
+from ..server import try_out as try_server
 from .aliases import real_value
 from .config import Config, Meta, check
 from .extend import NO_OPTIONS, declared, extend
 from .log import sink_names
 from .measures import make_measure, measure_names
-from .trial import try_algorithm
 
 log = logging.getLogger("fedmpi")
 
@@ -94,12 +95,9 @@ class RunSpec:
     model: ModelRow | None
     """None: handed over, or that which fits the data"""
     work: Work
-    sinks: list[str]
     out: Path | None
     """None: nothing is written"""
     given: Overrides = NOTHING
-    measures: tuple[str, ...] = ()
-    """what else is measured (--evaluate)"""
 
 
 def prepare(cfg: Config, given: Overrides = NOTHING) -> RunSpec:
@@ -113,15 +111,8 @@ def prepare(cfg: Config, given: Overrides = NOTHING) -> RunSpec:
         check(cfg)  # once more, for what a row of the user's own has filled in
     except UserError as error:
         raise UserError(f"algorithm '{cfg.algorithm}': {error}") from None
-    words: tuple[tuple[str, str, Iterable[str]], ...] = (
-        ("split", cfg.split, SPLITS),
-        ("sum", cfg.sum, SUMS),
-        ("--wire", cfg.wire, WIRES),
-        ("way with owners (--skew.owners)", cfg.skew.owners, OWNERS),  # also where the split does not read it
-    )
-    for kind, name, table in words:
-        if name not in table:
-            raise unknown(kind, name, table)
+    if cfg.split not in SPLITS:
+        raise unknown("split", cfg.split, SPLITS)
     check_wire(cfg.sum, cfg.wire)
     if given.data is None and ":" not in cfg.data:
         usual = find_data(cfg.data)
@@ -138,14 +129,15 @@ def prepare(cfg: Config, given: Overrides = NOTHING) -> RunSpec:
     out = Path(default_folder(cfg, row) if cfg.out is None else cfg.out).expanduser()
     if isinstance(given.algorithm, Algorithm):
         algorithm = given.algorithm
-        try_algorithm(algorithm)
+        try_mask("of your own", algorithm.mask)
+        try_server("of your own", algorithm.server)
     else:
         algorithm = build(cfg)
     model = None if cfg.model is None or given.model is not None else find_model(cfg.model)
-    measures = tuple(measure_names(cfg.evaluate))
-    for name in measures:
+    for name in measure_names(cfg.evaluate):
         make_measure(name)
-    return RunSpec(cfg, algorithm, model, work, sink_names(cfg.log_to), out, given, measures)
+    sink_names(cfg.log_to)
+    return RunSpec(cfg, algorithm, model, work, out, given)
 
 
 def by_real_names(cfg: Config, given: Overrides) -> Config:

@@ -9,6 +9,7 @@ here; plug-ins add theirs (`extend.py`). Fields that default to null are filled 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,17 @@ RENAMED = {"log": "log_to"}
 def renamed(tree: Any) -> Any:
     """Return a configuration as read from a file, or a part of it, by today's names of the knobs."""
     return {RENAMED.get(name, name): value for name, value in tree.items()} if isinstance(tree, dict) else tree
+
+
+def flat(tree: Any, separator: str = ".") -> dict[str, Any]:
+    """Return the values of nested dicts by their names, joined by dots; {} for anything else than a dict."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items() if isinstance(tree, Mapping) else ():
+        if isinstance(value, Mapping):
+            found |= {f"{name}{separator}{inner}": one for inner, one in flat(value, separator).items()}
+        else:
+            found[str(name)] = value
+    return found
 
 
 @dataclass(frozen=True)
@@ -98,7 +110,7 @@ class Skew:
     """Dirichlet concentration of the labels: smaller is more heterogeneous (split dirichlet)."""
     beta: float = knob(0.5, low=0, open_low=True)
     """Dirichlet concentration of the client sizes (split quantity)."""
-    owners: str = "choose"
+    owners: str = knob("choose", choices=("choose", "merge"))
     """If there are fewer clients than writers or roles: choose some of them, or merge them (split natural)."""
 
 
@@ -206,9 +218,9 @@ class Config(MaskOptions, Chosen):
     """Save and stop after this many minutes, with exit code 75. Default: no limit."""
     comm: str = "auto"
     """Transport: torch (gloo, nccl), mpi, or auto (by the launcher)."""
-    sum: str = "exact"
+    sum: str = knob("exact", choices=("exact", "float32"))
     """exact (the same bits on any number of ranks) or float32 (half the bytes of the sums)."""
-    wire: str = "float32"
+    wire: str = knob("float32", choices=("float32", "bf16"))
     """Format of sums and model between nodes: float32, or bf16 (half the bytes, with error feedback; needs --sum
     float32)."""
     timeout: float = knob(600.0, low=0, open_low=True, high=1e7)
@@ -252,7 +264,7 @@ class Launch:
 
 def check(cfg: Config) -> None:
     """Raise a `UserError` for the first option that is out of its bounds or conflicts with another."""
-    check_bounds(cfg, prefix="")
+    check_bounds(cfg)
     if cfg.cohort > cfg.clients:
         raise UserError(
             f"--cohort is {cfg.cohort} but there are only {cfg.clients} clients; lower --cohort or raise --clients"

@@ -8,13 +8,13 @@ an option of a later version. If no plug-in declares options, the configuration 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, make_dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, make_dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..knobs import LocalKnobs, MaskKnobs, ServerKnobs
 from ..plugins import find_outside
-from ..plugins.knobs import extended, knobs
+from ..plugins.knobs import extended, knobs, plain_knobs, with_values
 from .config import Config, Local, Server
 
 if TYPE_CHECKING:
@@ -84,30 +84,7 @@ def extend(cfg: Config, row: Row) -> Config:
     kind = config_for(names, row)
     if type(cfg) is kind:
         return cfg
-    values = {f.name: getattr(cfg, f.name) for f in fields(cfg) if f.name in kind.__dataclass_fields__}
-    for f in fields(kind):
-        if f.name in GROUPS and f.name in values:
-            group: Any = f.default_factory
-            names_ = [inner.name for inner in fields(group)]
-            values[f.name] = group(**{n: v for n, v in vars(values[f.name]).items() if n in names_})
-    return kind(**values)
-
-
-def flat(tree: Any) -> dict[str, Any]:
-    """Return the options of a nested dict, as read from YAML, by their dotted names."""
-    found: dict[str, Any] = {}
-    for name, value in tree.items() if isinstance(tree, dict) else ():
-        inner = {f"{name}.{key}": one for key, one in value.items()} if isinstance(value, dict) else {str(name): value}
-        found |= inner
-    return found
-
-
-def given_options(arguments: Iterable[str]) -> dict[str, str]:
-    """Return the options of a command line with their values; '' for an option without a value."""
-    words = list(arguments)
-    found: dict[str, str] = {}
-    for word, following in zip(words, [*words[1:], "--"], strict=False):
-        if word.startswith("--"):
-            name, equals, value = word[2:].partition("=")
-            found[name] = value if equals or following.startswith("--") else following
+    usual = kind()
+    known = knobs(usual)
+    found: Config = with_values(usual, {name: one for name, one in plain_knobs(cfg).items() if name in known})
     return found

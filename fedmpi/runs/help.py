@@ -57,12 +57,6 @@ class Option:
     short: str | None = None
     positional: bool = False
 
-    def add_to(self, group: argparse._ArgumentGroup) -> None:
-        """Add this option to a group of a parser that only prints help."""
-        names = [self.name] if self.positional else [*filter(None, [self.short]), f"--{self.name}"]
-        takes: dict[str, Any] = {"action": "store_true"} if self.metavar is None else {"metavar": self.metavar}
-        group.add_argument(*names, help=self.full_text, **takes)
-
     @property
     def full_text(self) -> str:
         """Return the text with the default, if there is one to show, and with % escaped for argparse."""
@@ -115,7 +109,7 @@ def group_names(title: str, known: Mapping[str, Option]) -> list[str]:
     return names
 
 
-def options_of(kind: Any, prefix: str = "", short: Mapping[str, str] | None = None) -> Iterator[Option]:
+def options_of(kind: Any, prefix: str = "") -> Iterator[Option]:
     """Yield the options of a dataclass and of the dataclasses inside it."""
     explained = texts(kind)
     for f in dataclasses.fields(kind):
@@ -131,7 +125,7 @@ def options_of(kind: Any, prefix: str = "", short: Mapping[str, str] | None = No
             explained.get(f.name, ""),
             default,
             metavar=metavar,
-            short=(short or {}).get(f.name),
+            short=f.metadata.get("short"),
             positional=bool(f.metadata.get("positional")),
         )
 
@@ -151,5 +145,7 @@ def render(usage: str, about: str, sections: Mapping[str, Sequence[Option]], not
     for title, options in sections.items():
         group = parser.add_argument_group(title)
         for option in options:
-            option.add_to(group)
+            names = [option.name] if option.positional else [*filter(None, [option.short]), f"--{option.name}"]
+            takes: Any = {"action": "store_true"} if option.metavar is None else {"metavar": option.metavar}
+            group.add_argument(*names, help=option.full_text, **takes)
     return parser.format_help()

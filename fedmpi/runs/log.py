@@ -39,7 +39,7 @@ COLOURS = {"round": "1", "metric": "32", "dropped": "33", "time": "2"}  # bold, 
 log = logging.getLogger("fedmpi")
 
 
-class JsonLines:
+class JsonLines(Sink):
     """The sink that writes metrics.jsonl. `records`: the rounds up to `done`, of earlier starts."""
 
     def __init__(self, folder: Path, done: int, records: Sequence[Record]) -> None:
@@ -53,18 +53,15 @@ class JsonLines:
             log.warning("%s lacks %s%s; the model is not affected", self.path, absent, kept)
         write(self.path, "".join(json.dumps(record) + "\n" for record in records))
 
-    def write(self, record: Record) -> None:
+    def add(self, numbers: Record, step: int) -> None:
         if not self.path.exists() and self.path.parent.exists():  # if the folder is gone, `append` raises
-            log.warning("%s was removed: a new file has the rounds from %d on", self.path, record["round"])
-        append(self.path, json.dumps(record, allow_nan=False))
+            log.warning("%s was removed: a new file has the rounds from %d on", self.path, step)
+        append(self.path, json.dumps(numbers, allow_nan=False))
 
     def end(self, record: Record, more: Record) -> None:
         """Replace the record of the last round."""
         lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True) if self.path.exists() else []
         write(self.path, "".join(lines[:-1]) + json.dumps(record, allow_nan=False) + "\n")
-
-    def close(self, how: str) -> None:
-        pass
 
 
 def sink_names(names: str) -> list[str]:
@@ -117,7 +114,7 @@ def fields(report: Report, rounds: int) -> dict[str, str]:
 def measured(report: Report, name: str) -> dict[str, str]:
     """Return the fields of further measurements, under a short word or their own names; `name`: short name of the
     metric. Grouped numbers, such as those per layer, are too many for a line."""
-    numbers = dict(scalars(report.measures))
+    numbers = scalars(report.measures)
     sides = f"clients_{report.metric}"
     words = {"below_tau": "below", f"train_{report.metric}": f"train-{name}", "train_sample_loss": ""}
     words |= {f"{sides}/participating": "part", f"{sides}/others": "others"}
@@ -231,7 +228,7 @@ class Log:
             self.say(phases(report, self.several, self.styles))
         self.bar.update()
         for sink in self.sinks:
-            sink.write(record(report))
+            sink.add(record(report), report.round)
 
     def end(self, report: Report, more: Record) -> None:
         """Add the measurements at the end of the run, `more`, to the record of its last round."""

@@ -14,7 +14,7 @@ import os
 import re
 import reprlib
 import shlex
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, field
 from importlib import resources
 from pathlib import Path
@@ -26,9 +26,9 @@ import yaml
 
 from ..errors import UserError, nearest, one_line, squeezed
 from ..plugins.knobs import check_bounds, knobs
-from .aliases import advice, chosen, real_keywords, real_options
-from .config import Config, Launch, renamed
-from .extend import config_class, config_for, flat, given_options
+from .aliases import advice, real_keywords, real_options
+from .config import Config, Launch, flat, renamed
+from .extend import config_class, config_for
 from .schema import load_yaml
 
 if TYPE_CHECKING:
@@ -50,9 +50,9 @@ def positional(metavar: str, many: bool = False) -> Any:
     return field(default_factory=list, metadata=about) if many else field(default="", metadata=about)
 
 
-def flag() -> Any:
+def flag(short: str = "") -> Any:
     """Return a dataclass field for an option without a value: False, or True if it is given."""
-    return field(default=False, metadata={"metavar": None, "action": "store_true"})
+    return field(default=False, metadata={"metavar": None, "action": "store_true", "short": short})
 
 
 def several(metavar: str, type: Callable[[str], Any] = str) -> Any:
@@ -66,18 +66,17 @@ def read_options(
     command: str,
     about: str,
     usage: str = "[options]",
-    short: Mapping[str, str] | None = None,
     notes: str = "",
 ) -> T:
     """Return the options of a command as a dataclass, checked; on --help print the help and exit.
 
     kind: fields are options, with `knob`, `flag` and `several`, or arguments (`positional`); their docstrings are the
-    help texts. command: 'logs', 'data list'. usage: what follows the command's name. short: {"lines": "-n"}.
+    help texts. command: 'logs', 'data list'. usage: what follows the command's name.
     """
     if HELP & set(arguments):
         from .help import Option, options_of, render
 
-        found = [*options_of(kind, short=short), Option("help", "Show this help and exit.", short="-h")]
+        found = [*options_of(kind), Option("help", "Show this help and exit.", short="-h")]
         sections = {
             "arguments": [option for option in found if option.positional],
             "options": [option for option in found if not option.positional],
@@ -85,9 +84,9 @@ def read_options(
         text = render(f"fedmpi {command} {usage}", about, {k: v for k, v in sections.items() if v}, notes)
         print(text, end="", flush=True)
         raise SystemExit(0)
-    parser = make_parser(f"fedmpi {command}", about, kind, short or {})
+    parser = make_parser(f"fedmpi {command}", kind)
     options = filled(parser, kind, lambda: parser.parse_args(list(arguments)))
-    check_bounds(options, prefix="")
+    check_bounds(options)
     return options
 
 
@@ -96,33 +95,40 @@ def read_options(
 
 def parse(arguments: list[str]) -> Config:
     """Return the configuration of a command line: YAML files first, then the options in their order."""
-    names, words = split_files(real_options(arguments))
-    files = [read_config(name) for name in names]
-    given = given_options(words)
+    words = real_options(arguments)
+    files = [read_config(word.removeprefix("--config=")) for word in words if word.startswith("--config=")]
+    words = [word for word in words if not word.startswith("--config=")]  # an option overrides a file anywhere
+    given = {name[2:]: value for name, _, value in (word.partition("=") for word in words) if name.startswith("--")}
     known = {name: value for _, tree in files for name, value in flat(tree).items()} | given
-    helps = bool((HELP | HELP_ALL) & set(words))
+    helps = bool((HELP | HELP_ALL) & set(arguments))
     plugged = helps or any(name.startswith("print") for name in given)
     kind = config_for(known) if plugged else config_class(known)
     if helps:
         from .help import train_help
 
-        print(train_help(kind, everything=bool(HELP_ALL & set(words))), end="", flush=True)
+        print(train_help(kind, everything=bool(HELP_ALL & set(arguments))), end="", flush=True)
         raise SystemExit(0)
     for path, tree in files:
         check_keys(f"--config {path}", tree, knobs(kind()))
     if files:
         check_renaming(*files[-1], given)
     words = real_options(words, kind)  # once more, for the flags of plug-ins
-    for name, value in given_options(words).items():
+    for name, value in given.items():
         refuse_comment(name, value)
-    parser = make_parser("fedmpi train", "", kind)
+    parser = make_parser("fedmpi train", kind)
     return filled(parser, kind, lambda: parser.parse_args([*(as_argument(*file) for file in files), *words]))
 
 
 def split_launch(arguments: list[str]) -> tuple[Launch, list[str]]:
     """Take the options of the launcher out of a command line; return them and the rest."""
     names = [f"--{f.name}" for f in dataclasses.fields(Launch)]
-    own, rest = take_out(names, arguments)
+    own: list[str] = []
+    rest: list[str] = []
+    words = iter(arguments)
+    for word in words:
+        (own if word.partition("=")[0] in names else rest).append(word)
+        if word in names:
+            own += itertools.islice(words, 1)
     if not own:
         return Launch(), rest
     launch = read_options(Launch, own, "train", "")
@@ -139,58 +145,46 @@ def from_values(values: dict[str, Any], row: Row | None = None) -> Config:
     tree = as_tree(values)
     kind: Any = config_class(flat(tree), row)
     check_keys("fedmpi.train", tree, knobs(kind()))
-    parser = parser_of_values(kind)
+    parser = parser_of_values("fedmpi.train", kind)
     cfg: Config = filled(parser, kind, lambda: parser.parse_object(tree))
     return cfg
 
 
 def as_tree(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return values by the real names of their options, groups as dicts of what differs from the defaults."""
-    return real_keywords({name: plain(chosen(value)) for name, value in values.items()})
-
-
-@functools.cache
-def parser_of_values(kind: type[Config]) -> jsonargparse.ArgumentParser:
-    """Return the parser of `from_values`. Cached: making it takes longer than using it, and a sweep has many runs."""
-    return make_parser("fedmpi.train", "", kind)
+    return real_keywords({name: plain(value) for name, value in values.items()})
 
 
 def plain(value: Any) -> Any:
-    """Return a value as YAML could have it: dataclasses as dicts, numpy's numbers as Python's."""
+    """Return a value as YAML could have it: a group as a dict of what differs from its defaults, numpy's numbers as
+    Python's."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return plain(dataclasses.asdict(value))
+        usual = vars(type(value)())
+        value = {name: one for name, one in vars(value).items() if one != usual[name]}
     if isinstance(value, dict):
         return {k: plain(v) for k, v in value.items()}
     return value.item() if isinstance(value, np.generic) else value
 
 
-def make_parser(
-    name: str, about: str, kind: type, short: Mapping[str, str] | None = None
-) -> jsonargparse.ArgumentParser:
+def make_parser(name: str, kind: type) -> jsonargparse.ArgumentParser:
     """Return a parser for the fields of a dataclass. Help texts are not its task: see `help.py`."""
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=False)
-    parser = jsonargparse.ArgumentParser(prog=name, description=about, exit_on_error=False, allow_abbrev=False)
+    parser = jsonargparse.ArgumentParser(prog=name, exit_on_error=False, allow_abbrev=False)
     if issubclass(kind, Config):
-        parser.add_argument("--config", action="config", help="YAML file, or the name of a bundled recipe")
-    by_hand = [f for f in dataclasses.fields(kind) if "metavar" in f.metadata or f.name in (short or {})]
+        parser.add_argument("--config", action="config")
+    by_hand = [f for f in dataclasses.fields(kind) if "metavar" in f.metadata or f.metadata.get("short")]
     parser.add_class_arguments(kind, as_group=False, skip={f.name for f in by_hand})
-    for f in by_hand:
-        add_by_hand(parser, f, (short or {}).get(f.name))
+    for f in by_hand:  # a positional argument, a flag, or an option with several values or a short name
+        how: dict[str, Any] = {name: f.metadata[name] for name in ("nargs", "action", "type") if name in f.metadata}
+        how["default"] = f.default_factory() if f.default_factory is not MISSING else f.default
+        if not how.keys() & {"nargs", "action"}:
+            how["type"] = int if str(f.type).startswith("int") else str
+        names = [f.name] if f.metadata.get("positional") else [*filter(None, [f.metadata.get("short")]), f"--{f.name}"]
+        parser.add_argument(*names, **how)
     return parser
 
 
-def add_by_hand(parser: jsonargparse.ArgumentParser, f: dataclasses.Field[Any], short: str | None) -> None:
-    """Add a positional argument, a flag, or an option with several values or a short name."""
-    how: dict[str, Any] = {name: f.metadata[name] for name in ("nargs", "action", "type") if name in f.metadata}
-    how["default"] = f.default_factory() if f.default_factory is not MISSING else f.default
-    if f.metadata.get("metavar"):
-        how["metavar"] = f.metadata["metavar"]
-    if not f.metadata.get("action") and not f.metadata.get("positional"):
-        how["type"] = int if str(f.type).startswith("int") else str
-    if f.metadata.get("positional"):
-        parser.add_argument(f.name, **how)
-    else:
-        parser.add_argument(*([short] if short else []), f"--{f.name}", **how)
+parser_of_values = functools.cache(make_parser)  # making one takes longer than using it, and a sweep has many runs
 
 
 def filled(parser: jsonargparse.ArgumentParser, kind: type[T], read: Callable[[], jsonargparse.Namespace]) -> T:
@@ -222,28 +216,6 @@ def single_runs() -> dict[str, Path]:
 def is_sweep(tree: Any) -> bool:
     """Return whether a YAML file is a sweep rather than the configuration of a run."""
     return isinstance(tree, dict) and not SWEEP.isdisjoint(tree)
-
-
-def take_out(names: Collection[str], arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the options of these names with their values, and the other words of a command line."""
-    own: list[str] = []
-    rest: list[str] = []
-    words = iter(arguments)
-    for word in words:
-        if word in names:
-            own += [word, *itertools.islice(words, 1)]
-        else:
-            (own if word.partition("=")[0] in names else rest).append(word)
-    return own, rest
-
-
-def split_files(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the files of a command line (--config), and its other words: an option overrides a file wherever it
-    stands."""
-    own, rest = take_out(["--config"], arguments)
-    if own[-1:] == ["--config"]:
-        raise UserError("--config needs a value")
-    return [word.removeprefix("--config=") for word in own if word != "--config"], rest
 
 
 def as_argument(file: Path, tree: Any) -> str:

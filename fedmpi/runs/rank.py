@@ -12,7 +12,6 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..comm.env import Place, find_place
@@ -26,52 +25,44 @@ if TYPE_CHECKING:
     from .build import RunSpec
 
 
-@dataclass(frozen=True)
-class Rank:
-    """A process that was launched as a rank, and the start of its time budget."""
+def begin() -> tuple[Place, float]:
+    """Find out who launched this process as a rank, exit when the launcher dies, and import what training needs; return
+    the place and the start of the time budget."""
+    began = time.monotonic()  # torch is not imported yet
+    place = find_place(os.environ)
+    follow_launcher(place, os.environ)
+    with no_collection():
+        from . import run  # noqa: F401
+    return place, began
 
-    place: Place
-    began: float
 
-    @classmethod
-    def begin(cls) -> Rank:
-        """Find out who launched this process, exit when the launcher dies, and import what training needs."""
-        began = time.monotonic()  # torch is not imported yet
-        place = find_place(os.environ)
-        follow_launcher(place, os.environ)
-        with no_collection():
-            from . import run  # noqa: F401
-        return cls(place, began)
+def train(arguments: list[str], place: Place, began: float) -> int:
+    """Train with the options of `fedmpi train`, together with the other ranks; return the exit code."""
+    from ..comm import agree_early, connect
+    from .build import prepare
+    from .log import set_up
+    from .options import parse
+    from .run import settle
 
-    def train(self, arguments: list[str]) -> int:
-        """Train with the options of `fedmpi train`, together with the other ranks; return the exit code."""
-        from ..comm import agree_early, connect
-        from .build import prepare
-        from .log import set_up
-        from .options import parse
-        from .run import settle
-
-        place = self.place
-        set_up(place.rank, place.size)
-        try:
-            asked = "--comm=mpi" in arguments or ("--comm", "mpi") in zip(arguments, arguments[1:], strict=False)
-            spec = agree_early(place, asked or place.launcher == "mpi", lambda: prepare(parse(arguments)))
-            cfg = spec.cfg
-            device = settle(cfg, place)
-            comm = connect(cfg.comm, place, device, cfg.timeout, os.environ)
-        except AgreedError as error:
-            if place.rank == 0:
-                complain(str(error))
-            return 2
-        except UserError as error:
-            # Nearly always the same on every rank, and then rank 0's message is enough: launchers end all ranks when
-            # the first one exits, so the others wait for that. A rank that is still alive has found something else.
-            if place.rank:
-                keep_code(2)
-                time.sleep(5)
-            complain(f"rank {place.rank}: {error}" if place.rank else str(error))
-            return 2
-        return on_this_rank(spec, comm, place, device, self.began)
+    set_up(place.rank, place.size)
+    try:
+        asked = "--comm=mpi" in arguments or ("--comm", "mpi") in zip(arguments, arguments[1:], strict=False)
+        spec = agree_early(place, asked or place.launcher == "mpi", lambda: prepare(parse(arguments)))
+        device = settle(spec.cfg, place)
+        comm = connect(spec.cfg.comm, place, device, spec.cfg.timeout, os.environ)
+    except AgreedError as error:
+        if place.rank == 0:
+            complain(str(error))
+        return 2
+    except UserError as error:
+        # Nearly always the same on every rank, and then rank 0's message is enough: launchers end all ranks when
+        # the first one exits, so the others wait for that. A rank that is still alive has found something else.
+        if place.rank:
+            keep_code(2)
+            time.sleep(5)
+        complain(f"rank {place.rank}: {error}" if place.rank else str(error))
+        return 2
+    return on_this_rank(spec, comm, place, device, began)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from .config import Config
+from .config import Config, flat
 
 if TYPE_CHECKING:
     import pandas
@@ -52,7 +52,7 @@ class Result:
         """Return `reports` as a table, one row per round, with a column per nested number ("seconds/local").
 
         It is a DataFrame if pandas is installed, else a `History`, which has columns by name, too."""
-        rows = [flat(report) for report in self.reports]
+        rows = [flat(report, "/") for report in self.reports]
         try:
             import pandas
         except ImportError:
@@ -97,14 +97,6 @@ class Result:
             '<table style="color:inherit"><thead><tr><th colspan="2">last round</th></tr></thead>'
             f"<tbody>{cells}</tbody></table></div>{out}"
         )
-
-
-def flat(report: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a report with nested dicts flattened: names are joined by a slash."""
-    found: dict[str, Any] = {}
-    for name, value in report.items():
-        found |= flat(value, f"{prefix}{name}/") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return found
 
 
 def curve(scores: Mapping[int, float], name: str) -> str:

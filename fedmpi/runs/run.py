@@ -29,12 +29,12 @@ from torch import Tensor
 from .. import __version__
 from ..algorithms import Algorithm
 from ..clients.task import Task
-from ..comm import Comm, agreed, common_trouble
+from ..comm import Comm, agreed, common_trouble, from_first, tell_all
 from ..comm.env import Place, available_cores, choose_device, describe, threads_per_rank
 from ..data import Arrays, Data, Ints, Partition
 from ..errors import CommonError, FileError, RunError, UserError
 from ..local import RULES
-from ..plugins.knobs import knobs
+from ..plugins.knobs import plain_knobs
 from ..rounds import Report, State, begin, rounds
 from ..server import VARIED
 from . import folder
@@ -44,7 +44,7 @@ from .checkpoint.load import find, restore
 from .checkpoint.save import Saver
 from .config import Config, Step
 from .folder import CONFIG, FINISHED, MODEL, write
-from .log import Log, folded, record, report_of
+from .log import Log, folded, record, report_of, sink_names
 from .malloc import keep_freed_memory
 from .measures import Measures, Ranks
 from .measures import Run as Measured
@@ -110,7 +110,7 @@ def run(
         spec, task = make_task(spec, data, partition, meta, comm.size, device)
         check_memory_folder(spec)
     cfg = spec.cfg
-    measures = Measures(spec.measures, Measured(cfg, task, data, plan_of(spec), Ranks(comm), spec.given, out))
+    measures = Measures(Measured(cfg, task, data, plan_of(spec), Ranks(comm), spec.given, out))
     try_own_rule(spec, task, comm)
     fingerprint = fingerprint_of(spec, task, data, meta, device)
     compare_ranks(fingerprint, comm)
@@ -139,7 +139,7 @@ def run(
             log = Log(
                 out,
                 cfg.rounds,
-                spec.sinks,
+                sink_names(cfg.log_to),
                 speaks=first,
                 quiet=cfg.quiet,
                 done=done,
@@ -171,9 +171,9 @@ def check_alike(cfg: Config, comm: Comm) -> None:
     rank trains a client. Collective."""
     alike = replace(cfg, quiet=False, verbose=False)  # ranks may print differently
     same_everywhere("configuration", comm, json.dumps(dataclasses.asdict(alike), sort_keys=True).encode())
-    threads = of_ranks(torch.get_num_threads(), comm)
+    threads = tell_all(comm, str(torch.get_num_threads()))
     if comm.rank == 0 and len(set(threads)) > 1:
-        warnings.warning("ranks have %s threads; equal bits need equal numbers: give --threads", threads)
+        warnings.warning("ranks have %s threads; equal bits need equal numbers: give --threads", ", ".join(threads))
 
 
 def try_own_rule(spec: RunSpec, task: Task, comm: Comm) -> None:
@@ -224,7 +224,7 @@ def train(
     if found is not None:
         state = restore(found, state, task.layout.length, comm)
         progress = Progress(found.about["best"], found.about["last"])
-    training = rounds(state, plan_of(spec), spec.algorithm, task, comm, measures.observers)
+    training = rounds(state, plan_of(spec), spec.algorithm, task, comm, [measures])
     for state, report in training:
         last = report.round == cfg.rounds
         scored = last or report.round % cfg.eval.every == 0
@@ -282,17 +282,15 @@ def find_start(
     Collective."""
     if out is None:
         return None
-    words = torch.zeros(3, dtype=torch.int64)  # round it stopped after, whether to start over, whether finished
+    before, over, finished = None, False, False
     with agreed(comm):
         if comm.rank == 0:
             before = folder.stopped_before(out, environ)
-            words[0] = before["round"] if before else 0
-            words[1] = cfg.resume == "never" and not folder.begun_before(out, environ)  # only at the first attempt
-            words[2] = (out / FINISHED).exists()
-    comm.broadcast(words)
-    stopped, over, finished = words.tolist()
-    if stopped:
-        raise Stopped(stopped, "already, in this launch")
+            over = cfg.resume == "never" and not folder.begun_before(out, environ)  # only at the first attempt
+            finished = (out / FINISHED).exists()
+    before, over, finished = from_first(comm, (before, over, finished))
+    if before is not None:
+        raise Stopped(before["round"], "already, in this launch")
     if over:
         return None
     found = find(out, fingerprint, comm, cfg.resume == "force")
@@ -339,11 +337,6 @@ class Outcome:
         return self.history[-1]
 
 
-def plain_knobs(cfg: Config) -> dict[str, Any]:
-    """Return every knob by its dotted name, without the groups."""
-    return {name: value for name, value in knobs(cfg).items() if not dataclasses.is_dataclass(value)}
-
-
 def fingerprint_of(spec: RunSpec, task: Task, data: Data, meta: Ints, device: torch.device) -> Fingerprint:
     """Return the fingerprint of a run, which must be the same on every rank and at every start."""
     cfg, rule, moments = spec.cfg, spec.algorithm.local, sorted(spec.algorithm.server.moments)
@@ -377,19 +370,10 @@ def sha256(*pieces: bytes | np.ndarray) -> str:
     return sha.hexdigest()
 
 
-def of_ranks(value: int, comm: Comm) -> list[int]:
-    """Return this number of every rank. Collective."""
-    rows = torch.zeros(comm.size, dtype=torch.int64)
-    rows[comm.rank] = value
-    comm.sum(rows)
-    return [int(one) for one in rows]
-
-
 def same_everywhere(what: str, comm: Comm, content: bytes) -> None:
     """Raise a `UserError` if the content differs between ranks. Collective."""
-    rows = of_ranks(int(sha256(content)[:14], 16), comm)
-    odd = [rank for rank in range(comm.size) if rows[rank] != rows[0]]
-    if odd:
+    first, *others = tell_all(comm, sha256(content))
+    if odd := [rank for rank, sha in enumerate(others, 1) if sha != first]:
         raise UserError(f"ranks {odd} have another {what} than rank 0; give all ranks the same")
 
 

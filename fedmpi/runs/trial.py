@@ -12,9 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from .. import masks, server
 from ..aggregate.sums import Unusable, check_declared
-from ..algorithms import Algorithm
 from ..clients.task import Task
 from ..clients.training import Start, Trainer
 from ..cohort import Work
@@ -25,12 +23,6 @@ from ..local.memory import Memory
 STEPS = 2
 
 
-def try_algorithm(algorithm: Algorithm) -> None:
-    """Check the mask and the server rule of an algorithm that was passed as an object."""
-    masks.try_out("of your own", algorithm.mask)
-    server.try_out("of your own", algorithm.server)
-
-
 @torch.no_grad()
 def try_rule(name: str, rule: LocalRule, task: Task, work: Work) -> None:
     """Refuse a client rule that raises, returns the wrong type or shape, or writes to memory that all clients share.
@@ -39,8 +31,7 @@ def try_rule(name: str, rule: LocalRule, task: Task, work: Work) -> None:
     """
     start = task.start()
     try:
-        if trouble := try_once(rule, task, replace(work, steps=STEPS)):
-            trouble = try_once(rule, task, work)
+        trouble = try_once(rule, task, replace(work, steps=STEPS)) and try_once(rule, task, work)
     finally:
         task.load(*start)
     if trouble:

@@ -12,11 +12,11 @@ import pytest
 from run_folders import save
 
 from fedmpi.cluster import arrays, submit
+from fedmpi.comm.env import Place
 from fedmpi.commands import main
 from fedmpi.runs.build import prepare
 from fedmpi.runs.checkpoint.format import sealed
 from fedmpi.runs.options import parse
-from fedmpi.runs.rank import Rank
 
 TINY = ["--data", "glyphs", "--clients", "4", "--cohort", "2", "--rounds", "1"]
 LOCAL = ["--executor", "local"]
@@ -157,11 +157,11 @@ def test_a_task_trains_and_leaves_with_the_code_of_the_run(monkeypatch: pytest.M
     heard: list[list[str]] = []
     codes = iter([0, 75])
 
-    def train(self: Rank, arguments: list[str]) -> int:
+    def train(arguments: list[str], place: Place, began: float) -> int:
         heard.append(arguments)
         return next(codes)
 
-    monkeypatch.setattr(Rank, "train", train)
+    monkeypatch.setattr("fedmpi.runs.rank.train", train)
     task = submit.Train(["--config", "submitted.yaml"])
     task()
     with pytest.raises(SystemExit) as left:

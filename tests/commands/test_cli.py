@@ -525,9 +525,11 @@ def test_compare_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(out.splitlines()) == 3 and out.splitlines()[2].split()[:5] == ["run", "fedavg", "+", "and", "0.7"]
 
 
-def test_split_files_keeps_the_order() -> None:
-    given = ["--tau", "1", "--config", "small-yogi", "--seed=3", "--config=large", "--rounds", "2"]
-    assert options.split_files(given) == (["small-yogi", "large"], ["--tau", "1", "--seed=3", "--rounds", "2"])
+def test_later_files_override_earlier_ones_and_options_override_files_anywhere() -> None:
+    Path("a.yaml").write_text("seed: 1\ntau: 0.1\nclients: 20\n")
+    Path("b.yaml").write_text("seed: 2\n")
+    cfg = options.parse(["--tau", "0.3", "--config", "a.yaml", "--config=b.yaml", "--rounds", "2"])
+    assert (cfg.seed, cfg.tau, cfg.clients, cfg.rounds) == (2, 0.3, 20, 2)
 
 
 def test_a_recipe_that_is_wrong_is_refused_too(recipe: Path) -> None:

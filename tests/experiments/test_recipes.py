@@ -88,7 +88,7 @@ def test_every_run_of_a_sweep_is_a_sound_configuration(name: str) -> None:
     found = settings(read_sweep(name))
     for point in found:
         prepare(config_of(point))
-    parser = options.make_parser("test", "", Config)
+    parser = options.make_parser("test", Config)
     for point in covering(found):
         asked = options.filled(parser, Config, lambda point=point: parser.parse_object(options.as_tree(point.knobs)))
         assert asked == config_of(point)

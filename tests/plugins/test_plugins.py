@@ -163,9 +163,9 @@ def test_a_module_in_a_package(tmp_path: Path) -> None:
             "mask 'mine.deeper:half': there is no module 'mine.deeper'; start in the folder that holds it, install it, "
             "or add its folder to PYTHONPATH",
         ),
-        ("broken:half", "mask 'broken:half': importing its module raised ValueError: two lines in one"),
+        ("broken:half", "mask 'broken:half': importing its module raised ValueError (broken.py, line 1): two ..."),
         ("typo:half", "mask 'typo:half': importing its module raised SyntaxError: ..."),
-        ("leaves:half", "mask 'leaves:half': importing its module raised SystemExit: 3"),
+        ("leaves:half", "mask 'leaves:half': importing its module raised SystemExit (leaves.py, line 1): 3"),
         ("hungry:half", "mask 'hungry:half': its module needs 'not_installed_anywhere', which is not installed"),
         ("mine:halv", "mask 'mine:halv': module 'mine' has no 'halv'; did you mean 'half'?"),
         ("mine:quantum", "mask 'mine:quantum': module 'mine' has no 'quantum'"),

@@ -41,12 +41,13 @@ from fedmpi.rounds import State, begin, rounds
 from fedmpi.runs import folder
 from fedmpi.runs.build import build, prepare, resolve
 from fedmpi.runs.checkpoint import save
-from fedmpi.runs.checkpoint.format import FORMAT, File, Fingerprint, Progress, rounds_in, sealed
+from fedmpi.runs.checkpoint.format import FORMAT, Fingerprint, Progress, rounds_in, sealed
 from fedmpi.runs.checkpoint.load import find, restore
 from fedmpi.runs.checkpoint.save import Saver
 from fedmpi.runs.config import Checkpoint, Config, Eval, Local, Meta
 from fedmpi.runs.log import Log
 from fedmpi.runs.run import Outcome, run
+from fedmpi.runs.schema import FileRecord
 from fedmpi.runs.stop import Stopped
 
 FINGERPRINT = Fingerprint({"threads": 1}, {})
@@ -814,7 +815,7 @@ def test_a_slow_disk_holds_up_no_round_and_saves_are_postponed_not_lost(
     """Rank 1's part of round 3 is written in round 7 only. What was due in 6 is saved right then."""
     through, saved, real = threading.Event(), list[str](), save.write_tensors
 
-    def slow(tensors: dict[str, Tensor], path: Path) -> File:
+    def slow(tensors: dict[str, Tensor], path: Path) -> FileRecord:
         if "slice-1" in path.name:
             assert through.wait(60)
             saved.append(path.parent.name.split("-")[1])
@@ -845,7 +846,7 @@ def test_what_is_written_slowly_is_the_round_it_was_taken_in(tmp_path: Path, pat
     """The model and the clients' memories change while the thread still reads them."""
     through, real = threading.Event(), save.write_tensors
 
-    def slow(tensors: dict[str, Tensor], path: Path) -> File:
+    def slow(tensors: dict[str, Tensor], path: Path) -> FileRecord:
         through.wait(60)
         return real(tensors, path)
 

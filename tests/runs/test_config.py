@@ -17,7 +17,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedmpi.aggregate.sums import SUMS, WIRES
 from fedmpi.algorithms import ALGORITHMS
+from fedmpi.data.splits import OWNERS
 from fedmpi.errors import UserError
 from fedmpi.local import RULES as LOCAL_RULES
 from fedmpi.masks import MASKS
@@ -79,9 +81,14 @@ def test_no_number_is_without_a_lower_bound() -> None:
     assert len(BOUNDED) > 20
 
 
+@pytest.mark.parametrize(("name", "table"), [("sum", SUMS), ("wire", WIRES), ("skew.owners", OWNERS)])
+def test_the_choices_of_an_option_are_those_of_the_code_that_reads_it(name: str, table: tuple[str, ...]) -> None:
+    assert KNOBS[name].metadata["choices"] == table and KNOBS[name].default in table
+
+
 @pytest.mark.parametrize(("name", "value"), INSIDE)
 def test_a_value_just_inside_its_bounds_is_taken(name: str, value: float) -> None:
-    check_bounds(with_knob(name, value), prefix="")
+    check_bounds(with_knob(name, value))
 
 
 @pytest.mark.parametrize(("name", "value"), OUTSIDE)

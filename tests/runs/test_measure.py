@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -129,7 +130,7 @@ def answers(out: Path, x: Tensor, arrays: Arrays) -> Tensor:
 )
 def test_measurements_are_named_in_a_list(names: str, wanted: list[str]) -> None:
     assert measure_names(names) == wanted
-    assert prepare(Config(evaluate=names)).measures == tuple(wanted)
+    assert prepare(Config(evaluate=names)).cfg.evaluate == names
 
 
 def test_an_unknown_measurement_is_exit_code_2_and_leaves_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,7 +177,7 @@ def test_layers_are_counted_in_any_pieces_on_any_ranks_as_in_the_whole(case: dic
     for rank in ranks:
         rank.start(layout, tau, CPU)
     for i, (start, stop) in enumerate(zip(case["cuts"], case["cuts"][1:], strict=False)):
-        ranks[i % 2].add(start, sizes[start:stop], clients)
+        ranks[i % 2].on_tile(SimpleNamespace(start=start, votes=sizes[start:stop]), torch.ones(()), clients)
     ranks[0].counts += ranks[1].counts
     found = ranks[0].read(SoloComm(), clients)
 
@@ -301,7 +302,7 @@ def test_the_means_over_clients_by_hand() -> None:
     """Client 0 has three samples of class 0 and one of class 1, client 1 two of class 2, client 2 none, client 3 one of
     class 1, client 4 one of each. Class scores 0.8, 0.4 and 0.5."""
     labels = np.array([0, 0, 0, 1, 2, 2, 1, 0, 1, 2])
-    holdings = Holdings.of(Partition(np.array([0, 4, 6, 6, 7, 10]), np.arange(10)), labels, 3)
+    holdings = Holdings(Partition(np.array([0, 4, 6, 6, 7, 10]), np.arange(10)), labels, 3)
     scores = (0.8, 0.4, 0.5)
     ours = [(3 * 0.8 + 0.4) / 4, 0.5, None, 0.4, (0.8 + 0.4 + 0.5) / 3]
 
@@ -319,7 +320,7 @@ def test_the_means_over_clients_by_hand() -> None:
 
 def test_classes_without_a_test_sample_are_left_out_of_the_mix() -> None:
     labels = np.array([0, 1, 1, 1, 0])
-    holdings = Holdings.of(Partition(np.array([0, 2, 4, 5]), np.arange(5)), labels, 2)
+    holdings = Holdings(Partition(np.array([0, 2, 4, 5]), np.arange(5)), labels, 2)
     assert holdings.means((0.25, math.nan), {0, 1}) == {"participating": 0.25, "others": 0.25}
     assert holdings.means((0.25, math.nan), {1}) == {"participating": None, "others": 0.25}
     assert holdings.means((math.nan, math.nan), {1}) == {"participating": None, "others": None}
@@ -336,7 +337,7 @@ def test_the_means_are_those_of_the_histogram(data: st.DataObject) -> None:
     labels, scores = rng.integers(0, kinds, sum(sizes)), rng.random(kinds)
     took = set(data.draw(st.lists(st.integers(0, clients - 1), max_size=clients)))
     table = partition.histogram(labels, kinds)
-    found = Holdings.of(partition, labels, kinds).means(scores.tolist(), took)
+    found = Holdings(partition, labels, kinds).means(scores.tolist(), took)
     for side, those in (("participating", took), ("others", set(range(clients)) - took)):
         own = [float(table[n] / table[n].sum() @ scores) for n in sorted(those) if table[n].sum()]
         assert found[side] == (pytest.approx(sum(own) / len(own)) if own else None)
@@ -397,7 +398,7 @@ def test_a_client_that_was_left_out_did_not_take_part(tmp_path: Path) -> None:
     outcome = run.run(prepared, SoloComm(), ALONE, CPU, {})
     task, state = outcome.task, outcome.state
     scores = evaluate(task, state, SoloComm(), block=25, classes=3).classes
-    holdings = Holdings.of(task.partition, tiny().y.numpy(), 3)
+    holdings = Holdings(task.partition, tiny().y.numpy(), 3)
     assert outcome.last.dropped == (2,) and took_part(outcome.last, plan_of(prepared), task.partition) == {0, 1, 3}
     assert outcome.last.measures["clients_accuracy"] == holdings.means(scores, {0, 1, 3})
     assert outcome.last.measures["clients_accuracy"]["others"] == holdings.means(scores, {2})["participating"]

@@ -24,7 +24,7 @@ from fedmpi.errors import CommonError, RunError, UserError
 from fedmpi.runs import folder
 from fedmpi.runs.build import prepare
 from fedmpi.runs.checkpoint import format, save
-from fedmpi.runs.checkpoint.format import File, rounds_in
+from fedmpi.runs.checkpoint.format import rounds_in
 from fedmpi.runs.config import Checkpoint, Config
 from fedmpi.runs.run import run
 from fedmpi.runs.stop import Stopped
@@ -70,7 +70,7 @@ def test_a_checkpoint_that_cannot_be_read_for_a_moment_is_not_given_up(
 ) -> None:
     begin(tmp_path)
     with pytest.MonkeyPatch.context() as broken:
-        broken.setattr(*((File, "damage", refuse) if what == "slice" else (format, "load", refuse)))
+        broken.setattr(format, "opened" if what == "slice" else "load", refuse)
         with pytest.raises(CommonError, match=r"round-2 cannot be read \(Input/output error\); nothing was changed"):
             train_alone(of(tmp_path))
     assert rounds_in(tmp_path / "checkpoints") == [2, 1] and len(metrics(tmp_path)) == 2

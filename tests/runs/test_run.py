@@ -27,7 +27,7 @@ from torch import nn
 from fedmpi import data
 from fedmpi.algorithms import ALGORITHMS
 from fedmpi.clients.task import Scored, Task, choose_tests
-from fedmpi.comm import Comm, SoloComm
+from fedmpi.comm import Comm, SoloComm, from_first
 from fedmpi.comm.threads import run_threads
 from fedmpi.data.splits import Partition, SplitSpec, split
 from fedmpi.errors import RunError, UserError
@@ -412,7 +412,7 @@ def test_data_that_are_not_there_or_do_not_do_leave_no_folder(
         ({"tau": 2.0}, "--tau is 2.0"),
         ({"data": "mnits"}, "unknown data set 'mnits'; did you mean 'mnist'"),
         ({"split": "clases"}, "unknown split 'clases'; did you mean 'classes'"),
-        ({"sum": "exat"}, "unknown sum 'exat'; did you mean 'exact'"),
+        ({"sum": "exat"}, "unknown --sum 'exat'; did you mean 'exact'"),
         ({"model": "lent"}, "unknown model 'lent'; did you mean 'lenet'"),
         ({"log_to": "tensorboard,wand"}, "unknown sink"),
         ({"algorithm": "fedav"}, "unknown algorithm 'fedav'; did you mean 'fedavg'"),
@@ -479,6 +479,12 @@ def test_ranks_started_differently_are_refused_on_all_of_them() -> None:
 
 def test_ranks_started_alike_continue() -> None:
     assert run_threads(3, lambda comm: same_everywhere("configuration", comm, b"seed 0")) == [None] * 3
+
+
+@pytest.mark.parametrize("value", [None, "", [3, None], {"a": {"b": 0.1}, "ä": "\0"}])
+def test_all_ranks_get_the_value_of_the_first(value: Any) -> None:
+    assert run_threads(3, lambda comm: from_first(comm, comm.rank or value)) == [value] * 3
+    assert from_first(SoloComm(), value) == value
 
 
 def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path: Path) -> None:

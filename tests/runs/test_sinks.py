@@ -27,7 +27,7 @@ from fedmpi.runs import metrics as fedmpi_metrics
 from fedmpi.runs import sinks
 from fedmpi.runs.log import Log, sink_names
 from fedmpi.runs.sinks import About
-from fedmpi.runs.sinks.base import Logged, LoggedRun, scalars
+from fedmpi.runs.sinks.base import Sink, SinkWithRuns, scalars
 from fedmpi.runs.sinks.mlflow import address
 
 TINY = "--data glyphs --split iid --model logistic --clients 5 --cohort 5 --local.steps 1 --eval.samples 50 --threads 1"
@@ -185,7 +185,7 @@ def lived(tmp_path_factory: pytest.TempPathFactory) -> Lived:
 
 
 def test_all_tools_have_the_numbers_of_metrics_jsonl(lived: Lived) -> None:
-    rounds = [dict(scalars(record)) for record in metrics(lived.out)]
+    rounds = [scalars(record) for record in metrics(lived.out)]
     assert [one["round"] for one in rounds] == [1, 2, 3, 4]
     assert {"test_accuracy", "seconds/local", "layers/1.weight/agreement", "layers/1.bias/below_tau"} <= set(rounds[0])
     assert history(lived.wandb) == rounds
@@ -356,15 +356,15 @@ print(list(live(1, 2, 1.0)))
     assert done.stderr.count("WARNING: --log_to mlflow failed (ConnectionRefusedError: ") == 1, done.stderr
 
 
-class Broken:
+class Broken(Sink):
     """A tool that takes so many rounds and no more."""
 
     takes = 0
 
     def __init__(self, about: About) -> None:
-        self.logged, self.taken = Logged(), 0
+        self.taken = 0
 
-    def write(self, record: dict[str, Any]) -> None:
+    def add(self, numbers: dict[str, Any], step: int) -> None:
         self.taken += 1
         if self.taken > self.takes:
             raise OSError(28, "No space left on device")
@@ -465,7 +465,7 @@ def test_each_tool_is_reported_once() -> None:
 
 def test_nested_numbers_are_joined_by_slashes() -> None:
     record = {"round": 3, "loss": None, "names": [1, 2], "a": {"b": 0.5, "c": {"d": 1, "e": None}}, "word": "x"}
-    assert dict(scalars(record)) == {"round": 3, "a/b": 0.5, "a/c/d": 1}
+    assert scalars(record) == {"round": 3, "a/b": 0.5, "a/c/d": 1}
 
 
 def test_tensorboard_shows_layers(tmp_path: Path) -> None:
@@ -484,9 +484,9 @@ def test_a_run_has_one_id_until_its_rounds_come_again_with_other_knobs(tmp_path:
         if (tmp_path / "rounds.txt").exists():
             with open(tmp_path / "rounds.txt", "a") as file:
                 file.write(f"{id_in(tmp_path)} {last}\n")
-        logged = LoggedRun(tmp_path, About(tmp_path, done, config))
-        assert logged.last == (0 if logged.new else last)
-        return logged.id
+        tool = SinkWithRuns(tmp_path, About(tmp_path, done, config))
+        assert tool.last == (0 if tool.new else last)
+        return tool.id
 
     first = id(0, 0, lr=0.1, rounds=5)
     assert first == id_in(tmp_path) == id(3, 5, lr=0.1, rounds=5)
@@ -495,9 +495,9 @@ def test_a_run_has_one_id_until_its_rounds_come_again_with_other_knobs(tmp_path:
     assert id(5, 7, lr=0.2) == first
     assert id(5, 7, lr=0.3) != first
     (tmp_path / "rounds.txt").unlink()
-    assert LoggedRun(tmp_path, About(tmp_path, 6, {"lr": 0.3})).last == 6, "of a version that did not mark rounds"
+    assert SinkWithRuns(tmp_path, About(tmp_path, 6, {"lr": 0.3})).last == 6, "of a version that did not mark rounds"
     (tmp_path / "fedmpi.json").write_text('{"id": "../../x"}')
-    assert LoggedRun(tmp_path, About(tmp_path, 0)).new
+    assert SinkWithRuns(tmp_path, About(tmp_path, 0)).new
 
 
 def test_what_was_measured_at_the_end_is_there_too(tmp_path: Path) -> None:

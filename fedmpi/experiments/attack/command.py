@@ -110,7 +110,7 @@ def attack_run(
 ) -> dict[str, Any]:
     """Attack the finished run in a folder; return the results, and write them there as attack.json. The caller's
     random state and threads are restored. `given`: the data and the model, if the run got them as Python objects."""
-    check_bounds(settings, prefix="")
+    check_bounds(settings)
     with undisturbed():
         run = finished(read_run(folder))
         cfg = config_of(run, data_root)

@@ -22,8 +22,8 @@ import yaml
 
 from ...errors import UserError, nearest, unknown
 from ...plugins.knobs import knobs
-from ...runs.config import Config, renamed
-from ...runs.extend import KINDS, config_class, config_for, flat
+from ...runs.config import Config, flat, renamed
+from ...runs.extend import KINDS, config_class, config_for
 from ...runs.options import check_keys, is_sweep, read_config, read_yaml, recipes, unknown_option
 from ..measures import measure
 from .grid import GROUPS, KNOWN, Choose, Knobs, Point, Stop, Sweep, Where, label_of, points

@@ -15,39 +15,12 @@ from typing import Any
 from ... import __version__
 from ...errors import UserError
 from .. import folder
-from ..schema import Damaged, Manifest, Part, checked, load, opened, parse
+from ..schema import Damaged, FileRecord, Manifest, Part, checked, load, opened, parse
 
 FORMAT = 1  # of the files: raise it with a change that an older fedmpi cannot read
 MANIFEST, CLIENTS = "manifest.json", "clients"
 NAME = re.compile(r"round-([1-9][0-9]{0,15})")
 MISSING = (FileNotFoundError, NotADirectoryError)  # other errors may pass: no sign of damage
-
-
-@dataclass(frozen=True)
-class File:
-    """One file of a checkpoint."""
-
-    name: str
-    sha256: str
-    bytes: int
-
-    def damage(self, base: Path) -> str:
-        """Return what is wrong with the file, '' if it is sound. An OSError says that it cannot be read right now."""
-        path = base / self.name
-        try:
-            with opened(path) as file:
-                size = os.fstat(file.fileno()).st_size
-            if size != self.bytes:
-                return f"{self.name} has {size} bytes, not {self.bytes}"
-            return "" if digest(path) == self.sha256 else f"the SHA-256 of {self.name} does not match"
-        except MISSING:
-            return f"{self.name} is missing"
-        except Damaged as error:
-            return error.what
-
-
-Placed = tuple[Path, File]
-"""a file and its folder"""
 
 
 @dataclass(frozen=True)
@@ -100,6 +73,20 @@ def digest(path: Path) -> str:
     return sha.hexdigest()
 
 
+def file_damage(path: Path, wanted: FileRecord) -> str:
+    """Return what is wrong with a file, '' if it is sound. An OSError says that it cannot be read right now."""
+    try:
+        with opened(path) as file:
+            size = os.fstat(file.fileno()).st_size
+        if size != wanted["bytes"]:
+            return f"{path.name} has {size} bytes, not {wanted['bytes']}"
+        return "" if digest(path) == wanted["sha256"] else f"the SHA-256 of {path.name} does not match"
+    except MISSING:
+        return f"{path.name} is missing"
+    except Damaged as error:
+        return error.what
+
+
 def sealed(about: Mapping[str, Any]) -> str:
     """Return a manifest as text, with a SHA-256 of the rest in it."""
     sha = sha256(json.dumps(about, sort_keys=True).encode())
@@ -123,22 +110,22 @@ def read_sealed(path: Path) -> Manifest:
     return checked(path, about, Manifest)
 
 
-def read_manifest(path: Path) -> tuple[Manifest, list[Placed]]:
-    """Return the manifest of a checkpoint and its files, each with its folder: per rank the slice, then memories."""
+def read_manifest(path: Path) -> tuple[Manifest, list[tuple[Path, FileRecord]]]:
+    """Return the manifest of a checkpoint and its files: per rank the slice, then memories."""
     about = read_sealed(path / MANIFEST)
     if path.name != f"round-{about['round']}":
         raise Damaged(path / MANIFEST, f"is that of round {about['round']}, and its folder is {path.name}")
     if len(about["parts"]) != about["ranks"]:
         raise Damaged(path / MANIFEST, f"has {about['ranks']} ranks and {len(about['parts'])} parts")
-    files: list[Placed] = []
+    files: list[tuple[Path, FileRecord]] = []
     for rank, sha in enumerate(about["parts"]):
         list_path = path / f"part-{rank}.json"
         raw = load_file(list_path)
         if sha256(raw) != sha:
             raise Damaged(list_path, "does not match its SHA-256")
         part = checked(list_path, parse(list_path, raw), Part)
-        records = [(path, part["slice"]), *((path.parent / CLIENTS, one) for one in part["clients"])]
-        files += [(base, File(one["name"], one["sha256"], one["bytes"])) for base, one in records]
+        files.append((path / part["slice"]["name"], part["slice"]))
+        files += [(path.parent / CLIENTS / one["name"], one) for one in part["clients"]]
     return about, files
 
 

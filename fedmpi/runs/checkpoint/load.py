@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 from ...cohort import home
-from ...comm import Comm, agreed, common_trouble
+from ...comm import Comm, agreed, common_trouble, from_first
 from ...errors import CommonError, FileError, UserError, reason
 from ...local.memory import Memory
 from ...rounds import State
 from .. import folder
 from ..config import FREE
 from ..schema import Damaged, Manifest
-from .format import CLIENTS, Fingerprint, FoundCheckpoint, read_manifest, rounds_in, set_aside
+from .format import CLIENTS, Fingerprint, FoundCheckpoint, file_damage, read_manifest, rounds_in, set_aside
 
 log = logging.getLogger("fedmpi")
 
@@ -45,10 +45,10 @@ def find(out: Path, fingerprint: Fingerprint, comm: Comm, force: bool) -> FoundC
             try:
                 about, files = read_manifest(path)
                 changes = compare(out, about, fingerprint, force)
-                slices = [base / file.name for base, file in files if base == path]
-                found = FoundCheckpoint(about, slices, [base / file.name for base, file in files if base != path])
+                slices = [file for file, _ in files if file.parent == path]
+                found = FoundCheckpoint(about, slices, [file for file, _ in files if file.parent != path])
                 mine = files[comm.rank :: comm.size]
-                damages = (file.damage(base) or tensor_damage(base / file.name, about) for base, file in mine)
+                damages = (file_damage(file, wanted) or tensor_damage(file, about) for file, wanted in mine)
                 damage = next(filter(None, damages), "")
             except Damaged as error:
                 damage = error.what
@@ -74,7 +74,7 @@ def find(out: Path, fingerprint: Fingerprint, comm: Comm, force: bool) -> FoundC
 
 def share_rounds(base: Path, comm: Comm) -> list[int]:
     """Return the rounds that rank 0 finds checkpoints of, newest first. Collective."""
-    rounds = torch.zeros(1 << 10, dtype=torch.int64)  # more than anybody keeps
+    rounds: list[int] = []
     with agreed(comm):
         if comm.rank == 0:
             if base.is_symlink() and not base.is_dir():  # its disk may not be mounted right now
@@ -82,13 +82,12 @@ def share_rounds(base: Path, comm: Comm) -> list[int]:
             if base.exists() and not base.is_dir():
                 log.warning("%s is no folder: starting over; it is kept next to it", base)
                 set_aside(base)
-            found = rounds_in(base)[: len(rounds)]
-            rounds[: len(found)] = torch.tensor(found, dtype=torch.int64)
-    comm.broadcast(rounds)
+            rounds = rounds_in(base)
+    rounds = from_first(comm, rounds)
     with agreed(comm):
-        if rounds[0] and not base.is_dir():  # none of its checkpoints is damaged: they must not be removed
+        if rounds and not base.is_dir():  # none of its checkpoints is damaged: they must not be removed
             raise UserError(f"{base} is not seen here; put the run folder where all nodes see it")
-    return [round for round in rounds.tolist() if round]
+    return rounds
 
 
 def tensor_damage(path: Path, about: Manifest) -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -29,18 +30,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ... import __version__
-from ...comm import Comm, agreed, common_trouble
+from ...comm import Comm, agreed, common_trouble, from_first, tell_all
 from ...errors import CommonError, UserError, reason
 from ...rounds import State
 from .. import folder
 from ..config import Checkpoint
-from ..schema import Damaged
+from ..schema import Damaged, FileRecord
 from .format import (
     CLIENTS,
     FORMAT,
     MANIFEST,
     NAME,
-    File,
     Fingerprint,
     FoundCheckpoint,
     Progress,
@@ -62,7 +62,7 @@ LIVE_SHARE = 0.5  # a file of memories with a smaller valid share is written aga
 class MemoryFile:
     """A file of client memories that this rank has written."""
 
-    file: File
+    file: FileRecord
     rows: int
     live: set[int] = field(default_factory=set)
     """the clients whose newest memory it has"""
@@ -90,9 +90,8 @@ class Saver:
         self.memories: list[MemoryFile] = []
         self.copies: dict[str, Tensor] = {}
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="fedmpi-checkpoint")
-        token = torch.frombuffer(bytearray(os.urandom(8)), dtype=torch.int64).clone()
-        comm.broadcast(token)  # a dying rank of an earlier start cannot write into the files of this one
-        self.token = f"{int(token) & (2**63 - 1):x}"
+        # A dying rank of an earlier start cannot write into the files of this one.
+        self.token = from_first(comm, secrets.token_hex(8))
         if self.out is not None:
             self._make_base()
 
@@ -195,7 +194,7 @@ class Saver:
                 one.live -= rows.keys()
             self.memories = [one for one in self.memories if one.live]
             self.memories.append(MemoryFile(file, len(rows), set(rows)))
-        part = {"slice": vars(own), "clients": [vars(one.file) for one in self.memories]}
+        part = {"slice": own, "clients": [one.file for one in self.memories]}
         path = aside / f"part-{rank}.json"
         folder.write(path, json.dumps(part))
         return digest(path)
@@ -210,11 +209,8 @@ class Saver:
             trouble = reason(error)
         self.memory.unpin()
         self.agree(trouble)
-        digests = torch.zeros(self.comm.size, 32, dtype=torch.uint8)
-        digests[self.comm.rank] = torch.frombuffer(bytearray.fromhex(sha), dtype=torch.uint8)
-        self.comm.sum(digests)
+        parts = tell_all(self.comm, sha)
         if self.comm.rank == 0:
-            parts = [bytes(row.tolist()).hex() for row in digests]
             self.sealing = self.thread.submit(self._seal, self.about | {"parts": parts}, self.writing)
         self.mine = self.writing = None
 
@@ -238,7 +234,7 @@ class Saver:
         rounds = rounds_in(self.base)
         keep = [round for round in rounds if round <= newest][: self.knobs.keep]
         listed = [read_manifest(self.base / f"round-{round}")[1] for round in keep]
-        used = {file.name for files in listed for base, file in files if base.name == CLIENTS}
+        used = {file.name for files in listed for file, _ in files if file.parent.name == CLIENTS}
         for round in set(rounds) - set(keep):
             discard(self.base / f"round-{round}")
         for path in (self.base / CLIENTS).iterdir():
@@ -265,14 +261,13 @@ class Saver:
         trouble = common_trouble(self.comm, trouble or self.trouble or self._seal_trouble())
         if trouble:
             self._seal_trouble(wait=True)  # the checkpoint before may be complete by now
-            kept = torch.tensor([self.kept])  # rank 0 knows
-            self.comm.broadcast(kept)
-            raise CommonError(folder.write_failed(self.base.parent, trouble, int(kept)))
+            kept = from_first(self.comm, self.kept)
+            raise CommonError(folder.write_failed(self.base.parent, trouble, kept))
 
 
-def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> File:
+def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> FileRecord:
     """Write tensors to a file and sync it."""
     save_file(dict(tensors), path)
     folder.sync(path)
     folder.sync(path.parent)
-    return File(path.name, digest(path), path.stat().st_size)
+    return {"name": path.name, "sha256": digest(path), "bytes": path.stat().st_size}

@@ -6,23 +6,22 @@ measurement, write a file and add a row; nothing else knows their names.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
+from pkgutil import resolve_name
 from time import perf_counter
-from typing import Any
 
-import torch
+from torch import Tensor
 
-from ...comm import Comm
-from ...errors import CommonError, UserError, raised
-from ...plugins import import_path
+from ...aggregate.exchange import Tile
+from ...comm import from_first
+from ...errors import CommonError, UserError
+from ...plugins import import_path, users_code
 from ...rounds import Report, State
 from ...schedules import read_names
 from ..log import record
-from .base import Measure, Numbers, Ranks, Run, Watch, checked
+from .base import Measure, Numbers, Ranks, Run, checked
 from .metric import Metric
 from .score import Score, evaluate
 
@@ -45,18 +44,10 @@ def measure_names(text: str) -> list[str]:
 
 def make_measure(name: str) -> Measure:
     """Return a new measurement by its name or import path."""
-    if name in MEASURES:
-        module, _, attribute = MEASURES[name].partition(":")
-        found = getattr(import_module(module), attribute)
-    else:
-        found = import_path(KIND, name)
+    found = resolve_name(MEASURES[name]) if name in MEASURES else import_path(KIND, name)
     if isinstance(found, type) and issubclass(found, Measure):
-        try:
+        with users_code(f"{KIND} '{name}'", " when it was made; its class must take no argument"):
             measure: Measure = found()
-        except (Exception, SystemExit) as error:
-            raise UserError(
-                f"{KIND} '{name}' raised {raised(error)} when it was made; its class must take no argument"
-            ) from error
     elif callable(found) and not isinstance(found, type):
         measure = Metric(name.rpartition(":")[2], found)
     else:
@@ -72,31 +63,28 @@ def make_measure(name: str) -> Measure:
 class Measures:
     """The measurements of a run on one rank, as its loop calls them: all ranks raise the same error, or none."""
 
-    def __init__(self, names: Sequence[str], run: Run) -> None:
+    def __init__(self, run: Run) -> None:
         """Make and prepare them. Collective."""
         self.run = run
-        self.watches = [Watch(run.comm.run(name, partial(make_measure, name))) for name in names]
-        for watch in self.watches:
-            run.comm.run(watch.measure.name, partial(watch.measure.prepare, run))
+        self.all = [run.comm.run(name, partial(make_measure, name)) for name in measure_names(run.cfg.evaluate)]
+        for measure in self.all:
+            run.comm.run(measure.name, partial(measure.prepare, run))
         run.comm.error = CommonError
 
-    @property
-    def observers(self) -> list[Watch]:
-        """Return those that look into the round."""
-        return [watch for watch in self.watches if type(watch.measure).on_tile is not Measure.on_tile]
+    def on_tile(self, tile: Tile, mask: Tensor, clients: int) -> None:
+        """Show a tile to all measurements."""
+        for measure in self.all:
+            self.run.comm.keep(measure.name, partial(measure.on_tile, tile, mask, clients), None)
 
     def after_round(self, state: State, report: Report, scored: bool) -> tuple[Report, str]:
         """Return the report with the score on the test set (if `scored`) and the numbers of all measurements, and what
         went wrong: the same message on all ranks, '' if nothing did. Collective."""
-        run, started, problem = self.run, perf_counter(), ""
+        run, started = self.run, perf_counter()
         run.current, run.score = state, None
         if scored:
             run.score = evaluate(run.task, state, run.comm.comm, run.cfg.eval.batch, run.classes, run.metrics)
             report = replace(report, test_metric=run.score.metric, test_loss=run.score.loss)
-        for watch in self.watches:
-            if not problem:
-                found, problem = self.ask(watch.measure.name, partial(watch.after_round, run, report), record(report))
-                report = replace(report, measures=report.measures | found)
+        report, problem = self.ask(report, lambda measure, report: measure.after_round(run, report))
         if scored:
             report = replace(report, seconds=report.seconds | {"eval": perf_counter() - started})
         return report, problem
@@ -104,37 +92,22 @@ class Measures:
     def at_end(self, state: State, report: Report) -> tuple[Report, str]:
         """Return the last report with the numbers of the finished run, and what went wrong, as `after_round`.
         Collective."""
-        self.run.current, problem = state, ""
-        found: dict[str, Any] = {}
-        for measure in (watch.measure for watch in self.watches):
-            if not problem:
-                taken = record(replace(report, measures=found))  # not what an earlier end of the same run has left
-                more, problem = self.ask(measure.name, partial(measure.at_end, self.run), taken)
-                found |= more
-        return replace(report, measures=report.measures | found), problem
+        self.run.current = state
+        # Not with what an earlier end of the same run has left.
+        ended, problem = self.ask(replace(report, measures={}), lambda measure, report: measure.at_end(self.run))
+        return replace(report, measures=report.measures | ended.measures), problem
 
-    def ask(self, name: str, work: Callable[[], Numbers | None], taken: Collection[str]) -> tuple[dict[str, Any], str]:
-        """Return the numbers that a measurement returns on rank 0, and what went wrong on any rank. Collective."""
+    def ask(self, report: Report, moment: Callable[[Measure, Report], Numbers | None]) -> tuple[Report, str]:
+        """Return the report with the numbers that the measurements return on rank 0, and what went wrong on any rank.
+        Collective."""
         comm = self.run.comm
-        try:
-            found = comm.run(name, lambda: checked(name, work(), taken))
-        except CommonError as error:
-            if error is not comm.last:
-                raise
-            return {}, str(error)
-        return shared(comm.comm, found), ""
-
-
-def shared(comm: Comm, numbers: dict[str, Any]) -> dict[str, Any]:
-    """Return rank 0's numbers on every rank. Collective."""
-    if comm.size == 1:
-        return numbers
-    raw = json.dumps(numbers).encode()
-    size = torch.tensor([len(raw)])
-    comm.broadcast(size)
-    content = torch.zeros(int(size), dtype=torch.uint8)
-    if comm.rank == 0:
-        content.copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
-    comm.broadcast(content)
-    found: dict[str, Any] = json.loads(bytes(content.tolist()))
-    return found
+        for measure in self.all:
+            work = partial(checked, measure.name, partial(moment, measure, report), record(report))
+            try:
+                found = comm.run(measure.name, work)
+            except CommonError as error:
+                if error is not comm.last:
+                    raise
+                return report, str(error)
+            report = replace(report, measures=report.measures | from_first(comm.comm, found))
+        return report, ""

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from ...aggregate.exchange import Tile
+from ...comm import Comm
 from ...flat import Layout
 from ...masks import MaskKnobs, overlaps, quorum, trained_spans
 from ...rounds import Report
 from ..config import Config
-from .base import Measure, Numbers, Run
-from .score import Summing
+from .base import Measure, Numbers, Ranks, Run
 
 
 class Agreement(Measure):
@@ -36,19 +36,16 @@ class Agreement(Measure):
         """[2, layers], whole numbers of this rank's slice: the sum of |votes|, and the elements with A < tau"""
 
     def on_tile(self, tile: Tile, mask: Tensor, clients: int) -> None:
-        self.add(tile.start, tile.votes, clients)
-
-    def add(self, start: int, sizes_S: Tensor, clients: int) -> None:
-        """Count |votes| from element `start` of the full vector on; they may straddle layers."""
+        """Count |votes|; a tile may straddle layers."""
         least = quorum(self.tau, clients)
-        for number, part in overlaps(self.spans, start, sizes_S.numel()):
-            self.counts[0, number] += sizes_S[part].sum(dtype=torch.int64)
-            self.counts[1, number] += (sizes_S[part] < least).sum()
+        for number, part in overlaps(self.spans, tile.start, tile.votes.numel()):
+            self.counts[0, number] += tile.votes[part].sum(dtype=torch.int64)
+            self.counts[1, number] += (tile.votes[part] < least).sum()
 
     def after_round(self, run: Run, report: Report) -> Numbers:
         return self.read(run.comm, report.clients)
 
-    def read(self, comm: Summing, clients: int) -> dict[str, Any]:
+    def read(self, comm: Comm | Ranks, clients: int) -> dict[str, Any]:
         """Return what the votes of all ranks mean, and begin again. Collective."""
         counts = self.counts.to("cpu", torch.int64)
         comm.sum(counts)

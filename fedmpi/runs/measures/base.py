@@ -49,6 +49,8 @@ class Ranks:
         self.error: type[UserError | CommonError] = UserError
         """what is raised: the caller's mistake before the first round, a fault of the run afterwards"""
         self.last: Exception | None = None
+        self.kept: dict[str, str] = {}
+        """what a measurement has raised inside the round, until its next moment"""
 
     def sum(self, x: Tensor) -> None:
         """Sum a tensor over the ranks, in place. Collective."""
@@ -59,6 +61,8 @@ class Ranks:
         """Return what a measurement's moment returns; raise on all ranks if it fails on one. Collective."""
         problem = ""
         try:
+            if name in self.kept:
+                raise RunError(self.kept.pop(name))
             found = work()
         except (Exception, SystemExit) as error:
             if error is self.last:  # every rank has raised it
@@ -66,6 +70,15 @@ class Ranks:
             problem = in_words(name, error)
         self.meet(DONE, problem)
         return found
+
+    def keep(self, name: str, work: Callable[[], T], otherwise: T) -> T:
+        """Return what a measurement returns inside the round. What it raises there is kept until all ranks can raise it
+        together; from then on return `otherwise`. Not collective."""
+        try:
+            return otherwise if name in self.kept else work()
+        except (Exception, SystemExit) as error:
+            self.kept[name] = in_words(name, error)
+            return otherwise
 
     def meet(self, numbers: int, problem: str = "") -> None:
         """Raise the same error on every rank if one of them has a problem, or if they are about to sum different
@@ -150,32 +163,10 @@ class Measure:
         """Return the numbers of the finished run; its folder is complete."""
 
 
-class Watch:
-    """A measurement inside the round. What it raises there is kept until all ranks can raise it together."""
-
-    def __init__(self, measure: Measure) -> None:
-        self.measure = measure
-        self.problem = ""
-
-    def on_tile(self, tile: Tile, mask: Tensor, clients: int) -> None:
-        """Show a tile to the measurement, unless it has failed in this round."""
-        if self.problem:
-            return
-        try:
-            self.measure.on_tile(tile, mask, clients)
-        except (Exception, SystemExit) as error:
-            self.problem = in_words(self.measure.name, error)
-
-    def after_round(self, run: Run, report: Report) -> Numbers | None:
-        """Return the measurement's numbers of a round; raise what went wrong inside the round."""
-        if self.problem:
-            raise RunError(self.problem)
-        return self.measure.after_round(run, report)
-
-
-def checked(name: str, found: Any, taken: Collection[str]) -> dict[str, Any]:
-    """Return what a measurement returned as plain numbers; raise a `RunError` if it is something else, or has a name
+def checked(name: str, work: Callable[[], Any], taken: Collection[str]) -> dict[str, Any]:
+    """Return what a measurement returns as plain numbers; raise a `RunError` if it is something else, or has a name
     that is taken."""
+    found = work()
     if found is None:
         return {}
     if not isinstance(found, Mapping):

@@ -4,34 +4,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from ...cohort import draw
 from ...data import Ints, Partition
-from ...errors import UserError, one_line
+from ...errors import UserError
+from ...plugins import users_code
 from ...rounds import Plan, Report
 from .base import Measure, Numbers, Run
 
 
-@dataclass(frozen=True)
 class Holdings:
     """How many samples of which class clients have of their own: a row per client and class that it has, so that a
     million clients cost megabytes."""
 
-    kinds: int
-    clients: int
-    client: Ints
-    kind: Ints
-    count: Ints
-
-    @classmethod
-    def of(cls, partition: Partition, labels: Ints, kinds: int) -> Holdings:
-        """Return what the clients of a partition have, of samples with these classes."""
+    def __init__(self, partition: Partition, labels: Ints, kinds: int) -> None:
         owner = np.repeat(np.arange(partition.clients), np.diff(partition.offsets))
-        cells, count = np.unique(owner * kinds + labels[partition.order], return_counts=True)
-        return cls(kinds, partition.clients, cells // kinds, cells % kinds, count)
+        cells, self.count = np.unique(owner * kinds + labels[partition.order], return_counts=True)
+        self.clients, self.client, self.kind = partition.clients, cells // kinds, cells % kinds
 
     def means(self, classes: Sequence[float], took_part: Iterable[int]) -> dict[str, float | None]:
         """Return the mean score of the clients that took part and of the others; None where there are none.
@@ -62,14 +53,10 @@ class ClientScores(Measure):
             raise UserError(
                 f"--evaluate clients goes by class, and '{run.data.name}' has numbers for labels; leave clients out"
             )
-        try:
+        what = "--evaluate clients scores the samples of a class by themselves, which"
+        with users_code(what, " for the outputs of the model; leave clients out"):
             next(run.task.score([slice(0, 2)], by_class=True))
-        except Exception as error:
-            raise UserError(
-                f"--evaluate clients scores the samples of a class by themselves, which raised {type(error).__name__} "
-                f"for the outputs of the model: {one_line(error)}; leave clients out"
-            ) from error
-        self.holdings = Holdings.of(run.task.partition, labels, run.data.kinds)
+        self.holdings = Holdings(run.task.partition, labels, run.data.kinds)
         run.classes = run.data.kinds
 
     def after_round(self, run: Run, report: Report) -> Numbers | None:

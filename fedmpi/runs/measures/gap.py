@@ -11,7 +11,7 @@ from ...clients.task import choose_tests
 from ...data import Partition
 from ...rounds import Report
 from .base import Measure, Numbers, Run
-from .score import evaluate_train
+from .score import add_up, readable
 
 
 class Gap(Measure):
@@ -23,7 +23,9 @@ class Gap(Measure):
     def after_round(self, run: Run, report: Report) -> Numbers | None:
         if run.score is None:
             return None
-        score = evaluate_train(run.task, run.state, run.comm, run.cfg.eval.batch, self.samples)
+        run.task.load(run.state.model_N, run.state.ints)
+        mine = torch.split(self.samples, run.cfg.eval.batch)[run.comm.rank :: run.comm.size]
+        score = add_up(readable(run.task.score_train(mine), "train"), run.comm)
         return {f"train_{run.task.goal.metric}": score.metric, "train_sample_loss": score.loss}
 
 

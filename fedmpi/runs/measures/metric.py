@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from ...errors import RunError, UserError, raised
+from ...errors import UserError
+from ...plugins import users_code
 from ...rounds import Report
-from .base import Measure, Numbers, Run, in_words
+from .base import Measure, Numbers, Run
 
 
 class Metric(Measure):
@@ -20,7 +22,6 @@ class Metric(Measure):
 
     def __init__(self, label: str, function: Callable[[Tensor, Tensor], Any]) -> None:
         self.label, self.function = label, function
-        self.problem = ""
 
     def prepare(self, run: Run) -> None:
         if self.label in (*run.metrics, run.task.goal.metric, "loss"):
@@ -28,14 +29,10 @@ class Metric(Measure):
                 f"measurement '{self.name}' is recorded as test_{self.label}, which is there already; rename the "
                 "function, or leave it out of --evaluate"
             )
-        try:
+        valid = "a function of the model's outputs and the labels, or a subclass of fedmpi.runs.measures.Measure"
+        with users_code(f"measurement '{self.name}'", f" for the first test samples; it must be {valid}"):
             next(run.task.score([slice(0, 2)], metrics={self.label: self.total}))
-        except (Exception, SystemExit) as error:
-            raise UserError(
-                f"measurement '{self.name}' raised {raised(error)} for the first test samples; it must be a function "
-                "of the model's outputs and the labels, or a subclass of fedmpi.runs.measures.Measure"
-            ) from error
-        run.metrics[self.label] = self.guarded
+        run.metrics[self.label] = lambda *block: run.comm.keep(self.name, partial(self.total, *block), (0.0, 0))
 
     def total(self, outputs: Tensor, labels: Tensor) -> tuple[float, int]:
         """Return the sum over a block, and how many values were summed."""
@@ -51,17 +48,7 @@ class Metric(Measure):
             )
         return float(found.double().sum()), found.numel() if found.ndim else labels.numel()
 
-    def guarded(self, outputs: Tensor, labels: Tensor) -> tuple[float, int]:
-        """Return the same; keep what is raised until all ranks can raise it together."""
-        try:
-            return (0.0, 0) if self.problem else self.total(outputs, labels)
-        except (Exception, SystemExit) as error:
-            self.problem = in_words(self.name, error)
-            return 0.0, 0
-
     def after_round(self, run: Run, report: Report) -> Numbers | None:
-        if self.problem:
-            raise RunError(self.problem)
         return None if run.score is None else {f"test_{self.label}": run.score.more[self.label]}
 
 

@@ -5,28 +5,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor
 
 from ...clients.task import Scored, Task, Total
 from ...errors import RunError, UserError
 from ...flat import tiles
 from ...rounds import State
 
+if TYPE_CHECKING:
+    from ...comm import Comm
+    from .base import Ranks
+
 UNIT = 2.0**20  # sums are whole numbers of 1 / UNIT
 MOST = 2.0**20  # per label; beyond it the model has diverged
-
-
-class Summing(Protocol):
-    """Ranks that can sum."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    def sum(self, x: Tensor) -> None: ...
 
 
 class Score(NamedTuple):
@@ -51,7 +44,7 @@ def readable(scores: Iterator[Scored], where: str) -> Iterator[Scored]:
 def evaluate(
     task: Task,
     state: State,
-    comm: Summing,
+    comm: Comm,
     block: int,
     classes: int = 0,
     metrics: Mapping[str, Total] | None = None,
@@ -64,14 +57,7 @@ def evaluate(
     return add_up(readable(scores, "test"), comm, classes, list(metrics or {}))
 
 
-def evaluate_train(task: Task, state: State, comm: Summing, block: int, samples: Tensor) -> Score:
-    """Return the model's score on these train samples, as their clients have them but not augmented. Collective."""
-    task.load(state.model_N, state.ints)
-    mine = torch.split(samples, block)[comm.rank :: comm.size]
-    return add_up(readable(task.score_train(mine), "train"), comm)
-
-
-def add_up(scores: Iterable[Scored], comm: Summing, classes: int = 0, metrics: Iterable[str] = ()) -> Score:
+def add_up(scores: Iterable[Scored], comm: Comm | Ranks, classes: int = 0, metrics: Iterable[str] = ()) -> Score:
     """Return the means over what all ranks have scored. Collective."""
     place = {name: 2 + classes + i for i, name in enumerate(metrics)}
     rows = [[0, 0, 0] for _ in range(2 + classes + len(place))]  # each: the sum in units, labels, unsound blocks

@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import Any
 
 from ...errors import UserError, one_line, reason
-from .base import About, Sink, Tool, missing
+from .base import About, Sink, missing
 from .mlflow import Mlflow
 from .tensorboard import TensorBoard
 from .wandb import Wandb
@@ -27,7 +27,7 @@ __all__ = ["SINKS", "About", "Guarded", "Sink", "need"]
 
 log = logging.getLogger("fedmpi")
 
-SINKS: dict[str, Callable[[About], Tool]] = {"tensorboard": TensorBoard, "wandb": Wandb, "mlflow": Mlflow}
+SINKS: dict[str, Callable[[About], Sink]] = {"tensorboard": TensorBoard, "wandb": Wandb, "mlflow": Mlflow}
 NEEDS = {"wandb": ("wandb",), "mlflow": ("mlflow", "sqlalchemy", "alembic")}
 """packages that only these sinks need; each sink is an extra of the same name in setup.py"""
 
@@ -43,12 +43,12 @@ def need(name: str) -> None:
             raise missing(name, package, f"No module named '{package}'")
 
 
-class Guarded:
+class Guarded(Sink):
     """A sink that gets every round once. If it fails, the run continues without it and logs a warning."""
 
     def __init__(self, name: str, about: About) -> None:
         self.name = name
-        self.sink: Tool | None = None
+        self.sink: Sink | None = None
         try:
             self.sink = SINKS[name](about)
         except UserError:
@@ -59,18 +59,18 @@ class Guarded:
                 raise UserError(f"--log_to {name} cannot start ({why}); fix that, or leave it out") from error
             self.lose(error)
         for record in about.records:
-            self.write(record)
+            self.add(record, record["round"])
 
-    def write(self, record: dict[str, Any]) -> None:
-        if self.sink is None or record["round"] <= self.sink.logged.last:
+    def add(self, numbers: dict[str, Any], step: int) -> None:
+        if self.sink is None or step <= self.sink.last:
             return
-        before = self.sink.logged.last
+        before = self.sink.last
         try:
-            self.sink.logged.mark(record["round"])  # first: a run that is killed in between must not log it twice
-            self.sink.write(record)
+            self.sink.mark(step)  # first: a run that is killed in between must not log it twice
+            self.sink.add(numbers, step)
         except Exception as error:
             with suppress(OSError):
-                self.sink.logged.mark(before)
+                self.sink.mark(before)
             self.lose(error)
 
     def end(self, record: dict[str, Any], more: dict[str, Any]) -> None:
@@ -79,7 +79,7 @@ class Guarded:
     def close(self, how: str) -> None:
         self.attempt(lambda sink: sink.close(how))
 
-    def attempt(self, work: Callable[[Tool], None]) -> None:
+    def attempt(self, work: Callable[[Sink], None]) -> None:
         """Call the sink, unless it has failed before."""
         try:
             if self.sink is not None:

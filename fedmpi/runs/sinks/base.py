@@ -6,14 +6,14 @@ import hashlib
 import importlib
 import json
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ... import __version__
 from ...errors import UserError, reason
-from ..config import FREE
+from ..config import FREE, flat
 from ..folder import append, read_json, write
 
 ID = "fedmpi.json"  # in a tool's folder: the id of the run in the tool
@@ -44,18 +44,30 @@ class About:
         return asked | {"fedmpi": __version__}
 
 
-class Logged:
-    """The last round that a tool has logged."""
+class Sink:
+    """A destination for the metrics of each round. It may already have rounds of earlier starts."""
 
     last = 0
+    """the last round that it has"""
 
     def mark(self, round: int) -> None:
-        """Record that the tool has the rounds up to this one."""
+        """Record that the sink has the rounds up to this one."""
         self.last = round
 
+    def add(self, numbers: dict[str, Any], step: int) -> None:
+        """Log numbers at a step: those of a round."""
+        raise NotImplementedError
 
-class LoggedRun(Logged):
-    """The id of a run in a tool, and the last round logged there; both are kept in files of the tool's folder.
+    def end(self, record: dict[str, Any], more: dict[str, Any]) -> None:
+        """Add the measurements at the end of the run, `more`, to the last round, whose record is now `record`."""
+        self.add(more, record["round"])
+
+    def close(self, how: str) -> None:
+        """Close the run, or this start of it; `how` is finished, stopped or failed."""
+
+
+class SinkWithRuns(Sink):
+    """A tool that has runs. The id of a run there, and the last round logged, are kept in files of the tool's folder.
 
     The id stays the same, unless rounds that the tool already has will be trained again with other knobs."""
 
@@ -87,32 +99,9 @@ class LoggedRun(Logged):
         append(self.marks, f"{self.id} {round}")
 
 
-class Sink(Protocol):
-    """A destination for the metrics of each round."""
-
-    def write(self, record: dict[str, Any]) -> None: ...
-
-    def end(self, record: dict[str, Any], more: dict[str, Any]) -> None:
-        """Add the measurements at the end of the run, `more`, to the last round, whose record is now `record`."""
-
-    def close(self, how: str) -> None:
-        """Close the run, or this start of it; `how` is finished, stopped or failed."""
-
-
-class Tool(Sink, Protocol):
-    """A sink that may already have rounds of earlier starts."""
-
-    @property
-    def logged(self) -> Logged: ...
-
-
-def scalars(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the numbers in a record by name; names of nested ones are joined by a slash."""
-    for name, value in record.items():
-        if isinstance(value, Mapping):
-            yield from scalars(value, f"{prefix}{name}/")
-        elif isinstance(value, int | float):
-            yield f"{prefix}{name}", value
+def scalars(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers in a record by name; names of nested ones are joined by a slash."""
+    return {name: value for name, value in flat(record, "/").items() if isinstance(value, int | float)}
 
 
 def imported(sink: str, module: str) -> Any:

@@ -9,12 +9,11 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ...errors import UserError
-from .base import About, LoggedRun, imported, scalars
+from .base import About, SinkWithRuns, imported, scalars
 
 STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 QUIET = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_LOGGING_LEVEL": "CRITICAL"}
@@ -22,10 +21,8 @@ QUIET |= {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT":
 """environment variables, unless already set; MLflow raises the errors that it would log"""
 PARAMS, METRICS, LONGEST = 100, 1000, 6000  # MLflow's limits: params and metrics per request, characters per param
 
-T = TypeVar("T")
 
-
-class Mlflow:
+class Mlflow(SinkWithRuns):
     """A run of MLflow."""
 
     def __init__(self, about: About) -> None:
@@ -33,21 +30,21 @@ class Mlflow:
             os.environ.setdefault(name, value)
         mlflow, home = imported("mlflow", "mlflow"), about.folder / "mlflow"
         self.kinds = imported("mlflow", "mlflow.entities")
-        self.logged = LoggedRun(home, about)
+        super().__init__(home, about)
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         self.client = mlflow.MlflowClient(tracking_uri=uri or address(home / "mlflow.db"))
         experiment = self.experiment(None if uri else (home.resolve() / "artifacts").as_uri())
-        run = None if self.logged.new else self.find(experiment)
+        run = None if self.new else self.find(experiment)
         if run is None:
-            self.logged.mark(0)
-            tags = about.tags | {"fedmpi.id": self.logged.id}
+            self.mark(0)
+            tags = about.tags | {"fedmpi.id": self.id}
             run = self.client.create_run(experiment, run_name=about.name, tags=tags)
         self.run: str = run.info.run_id
         self.client.update_run(self.run, status="RUNNING")
         knobs = {name: in_words(value)[:LONGEST] for name, value in about.config.items()}
         new = [self.kinds.Param(name, value) for name, value in knobs.items() if name not in run.data.params]
-        for some in slices(new, PARAMS):
-            self.client.log_batch(self.run, params=some)
+        for start in range(0, len(new), PARAMS):
+            self.client.log_batch(self.run, params=new[start : start + PARAMS])
 
     def experiment(self, artifacts: str | None) -> str:
         """Return the id of the run's experiment; create it if there is none."""
@@ -65,22 +62,15 @@ class Mlflow:
 
     def find(self, experiment: str) -> Any:
         """Return the run with our id; None if there is none."""
-        wanted = f"tags.`fedmpi.id` = '{self.logged.id}'"
+        wanted = f"tags.`fedmpi.id` = '{self.id}'"
         found = self.client.search_runs([experiment], wanted, max_results=1)
         return found[0] if found else None
 
-    def write(self, record: dict[str, Any]) -> None:
-        self.add(record, record["round"])
-
-    def end(self, record: dict[str, Any], more: dict[str, Any]) -> None:
-        self.add(more, record["round"])
-
     def add(self, numbers: dict[str, Any], step: int) -> None:
-        """Log numbers at a step."""
-        now = int(1000 * time.time())
-        metrics = [self.kinds.Metric(allowed(name), float(value), now, step) for name, value in scalars(numbers)]
-        for some in slices(metrics, METRICS):
-            self.client.log_batch(self.run, metrics=some)
+        now, named = int(1000 * time.time()), scalars(numbers).items()
+        metrics = [self.kinds.Metric(allowed(name), float(value), now, step) for name, value in named]
+        for start in range(0, len(metrics), METRICS):
+            self.client.log_batch(self.run, metrics=metrics[start : start + METRICS])
 
     def close(self, how: str) -> None:
         self.client.set_terminated(self.run, STATUS[how])
@@ -101,9 +91,3 @@ def allowed(name: str) -> str:
 def in_words(value: Any) -> str:
     """Return a knob's value as a param: strings as they are, others as JSON."""
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def slices(items: Sequence[T], most: int) -> Iterator[Sequence[T]]:
-    """Yield the items, at most `most` at a time."""
-    for start in range(0, len(items), most):
-        yield items[start : start + most]

@@ -11,23 +11,23 @@ from contextlib import suppress
 from typing import Any
 
 from ...errors import AGAIN
-from .base import About, LoggedRun, imported, scalars
+from .base import About, SinkWithRuns, imported, scalars
 
 CODES = {"finished": 0, "stopped": AGAIN, "failed": 1}
 
 
-class Wandb:
+class Wandb(SinkWithRuns):
     """A run of W&B."""
 
     def __init__(self, about: About) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # W&B reports errors and usage even offline
         self.wandb = imported("wandb", "wandb")
-        self.logged = LoggedRun(about.folder / "wandb", about)
+        super().__init__(about.folder / "wandb", about)
         self.run = self.wandb.init(
             dir=about.folder,
             project=os.environ.get("WANDB_PROJECT") or "fedmpi",
             name=about.name,
-            id=self.logged.id,
+            id=self.id,
             resume="allow",
             reinit="create_new",  # do not touch a run of the caller
             config=dict(about.config),
@@ -36,16 +36,16 @@ class Wandb:
             settings=settings(self.wandb, os.environ.get("WANDB_MODE") or "offline"),
         )
 
-    def write(self, record: dict[str, Any]) -> None:
+    def add(self, numbers: dict[str, Any], step: int) -> None:
         try:
-            self.run.log(dict(scalars(record)), step=record["round"], commit=True)
+            self.run.log(scalars(numbers), step=step, commit=True)
         except ConnectionError:  # W&B's process is gone: detach, or it prints errors at exit
             with suppress(ConnectionError):
                 self.wandb.teardown()
             raise
 
     def end(self, record: dict[str, Any], more: dict[str, Any]) -> None:
-        self.run.summary.update(dict(scalars(more)))  # a step cannot be logged twice
+        self.run.summary.update(scalars(more))  # a step cannot be logged twice
 
     def close(self, how: str) -> None:
         if how == "stopped":
