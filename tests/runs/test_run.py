@@ -27,7 +27,7 @@ from torch import nn
 from fedmpi import data
 from fedmpi.algorithms import ALGORITHMS
 from fedmpi.clients.task import Scored, Task, choose_tests
-from fedmpi.comm import Comm, SoloComm
+from fedmpi.comm import Comm, SoloComm, from_first
 from fedmpi.comm.threads import run_threads
 from fedmpi.data.splits import Partition, SplitSpec, split
 from fedmpi.errors import RunError, UserError
