@@ -105,8 +105,6 @@ def main(arguments: list[str]) -> int:
 
 # List
 
-DAMAGED = "damaged"
-
 
 def list_all(arguments: list[str]) -> int:
     """`fedmpi data list`: print a table of all data sets, and how to get those that are missing."""
@@ -126,7 +124,7 @@ def list_all(arguments: list[str]) -> int:
         notes += [f"{names}: {note}" for note in found]
     if notes:
         print("\n" + "\n".join(notes))
-    return 1 if DAMAGED in [state for state, _ in states.values()] else 0
+    return 1 if "damaged" in [state for state, _ in states.values()] else 0
 
 
 def state_of(source: Source, base: Path, verify: bool) -> tuple[str, list[str]]:
@@ -145,7 +143,7 @@ def state_of(source: Source, base: Path, verify: bool) -> tuple[str, list[str]]:
             except (OSError, safetensors.SafetensorError) as error:
                 troubles.append(f"{path} is damaged ({one_line(error)}); {advice}")
         if troubles:
-            return DAMAGED, [*troubles, *wanted]
+            return "damaged", [*troubles, *wanted]
         return f"prepared, verified ({size})" if verify else f"prepared ({size})", []
     if here:
         return "generated at first use" if source.generated else "source here", []

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fedmpi.data.objective import Objective, objective_of
+from fedmpi.data.objective import CLASSIFY, REGRESS, Objective
 from fedmpi.data.styles import Styles
 from fedmpi.errors import UserError
 
@@ -64,8 +64,8 @@ class Data(Protocol):
 
     @property
     def goal(self) -> Objective:
-        """Return the objective."""
-        return self.objective or objective_of(self.sample[1])
+        """Return the objective: if none is given, regression for labels in floating point, else classification."""
+        return self.objective or (REGRESS if self.sample[1].is_floating_point() else CLASSIFY)
 
     @property
     def shape(self) -> tuple[int, ...]:

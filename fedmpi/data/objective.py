@@ -57,11 +57,6 @@ NEXT = Objective("next character", cross_entropy, "accuracy", count_right)
 REGRESS = Objective("regression", squared_error, "error", absolute_error, rises=False, whole=False)
 
 
-def objective_of(labels: Tensor) -> Objective:
-    """Return the usual objective for labels: regression where they are floating point, else classification."""
-    return REGRESS if labels.is_floating_point() else CLASSIFY
-
-
 def try_objective(objective: Objective, outputs: Tensor, labels: Tensor) -> None:
     """Check that an objective returns one number for a model's outputs."""
     calls: dict[str, Callable[[], object]] = {

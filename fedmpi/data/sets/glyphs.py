@@ -36,13 +36,6 @@ SPANS = 3  # segments between two control points of a curve
 MEAN, STD = (0.1435,), (0.2691,)  # measured on the default data set
 
 
-class Form(NamedTuple):
-    """One way to write a digit: control points in the unit square (y down), and strokes as paths over their numbers."""
-
-    points: Floats  # [point, xy]
-    strokes: list[list[int]]
-
-
 # Three forms of each digit, 0 to 9: control points "x,y" in hundredths, with " / " between strokes
 PATTERNS = """\
 50,2 78,17 86,50 78,83 50,98 22,83 14,50 22,17 50,2
@@ -78,11 +71,12 @@ PATTERNS = """\
 """
 
 
-def read_form(pattern: str) -> Form:
-    """Return a form; equal points are one point, so strokes stay joined."""
+def read_form(pattern: str) -> tuple[Floats, list[list[int]]]:
+    """Return a form: control points in the unit square (y down), [point, xy], and strokes as paths over their numbers.
+    Equal points are one point, so strokes stay joined."""
     number: dict[str, int] = {}
     strokes = [[number.setdefault(p, len(number)) for p in stroke.split()] for stroke in pattern.split(" / ")]
-    return Form(np.array([[int(v) / 100 for v in p.split(",")] for p in number], np.float32), strokes)
+    return np.array([[int(v) / 100 for v in p.split(",")] for p in number], np.float32), strokes
 
 
 FORMS = [read_form(pattern) for pattern in PATTERNS.splitlines()]
@@ -177,13 +171,13 @@ def draw(n: int, writers: int, bits: Bits) -> tuple[npt.NDArray[np.uint8], Ints,
     form = np.where(stray < 3, stray, favourite)
     habit = _habits(owner, writers, bits)
     x = np.empty((n, SIDE, SIDE), dtype=np.uint8)
-    for number, shape in enumerate(FORMS):
-        hand = shape.points[:, :, None] + np.float32(HAND) * bits.bell(*shape.points.shape, writers)
+    for number, (points, strokes) in enumerate(FORMS):
+        hand = points[:, :, None] + np.float32(HAND) * bits.bell(*points.shape, writers)
         chosen = np.flatnonzero(3 * y + form == number)
         for rows in (chosen[i : i + BATCH] for i in range(0, len(chosen), BATCH)):
             own = {name: values[rows] for name, values in habit.items()}
-            p = hand[:, :, owner[rows]] + own["wobble"] * bits.bell(*shape.points.shape, len(rows))
-            x[rows] = _ink(_segments(shape, _place(p, own)), own, bits).transpose(2, 0, 1)
+            p = hand[:, :, owner[rows]] + own["wobble"] * bits.bell(*points.shape, len(rows))
+            x[rows] = _ink(_segments(strokes, _place(p, own)), own, bits).transpose(2, 0, 1)
     return x[:, None], y, owner
 
 
@@ -214,10 +208,10 @@ def _place(p: Floats, own: dict[str, Floats]) -> Floats:
     return np.stack([x + (middle + own["left"]), y + (middle + own["top"])], axis=1)
 
 
-def _segments(shape: Form, p: Floats) -> list[tuple[Floats, Floats]]:
+def _segments(strokes: list[list[int]], p: Floats) -> list[tuple[Floats, Floats]]:
     """Return the ends of all segments, each [xy, batch]; strokes of more than two points are smooth curves."""
     pairs = []
-    for stroke in shape.strokes:
+    for stroke in strokes:
         k = len(stroke)
         closed = stroke[0] == stroke[-1]
         line = [p[stroke[0]]]
