@@ -14,7 +14,7 @@ import re
 import subprocess
 from collections.abc import Iterable
 
-Fingerprint = dict[str, str]
+JobRecord = dict[str, str]
 
 # Slurm's states except those of a running job
 WAITING = ("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
@@ -30,17 +30,17 @@ def ask_slurm(*command: str) -> subprocess.CompletedProcess[str] | None:
         return None
 
 
-def slurm_job(job: str) -> Fingerprint | None:
+def slurm_job(job: str) -> JobRecord | None:
     """Return what Slurm knows about a job: {} if it has forgotten it, None if it does not answer."""
     return slurm_jobs([job])[job]
 
 
-def slurm_jobs(jobs: Iterable[str]) -> dict[str, Fingerprint | None]:
+def slurm_jobs(jobs: Iterable[str]) -> dict[str, JobRecord | None]:
     """Return the same for several jobs, by their names, with one query per array."""
     wanted: dict[str, list[str]] = {}
     for job in jobs:
         wanted.setdefault(job.partition("_")[0], []).append(job)
-    out: dict[str, Fingerprint | None] = {}
+    out: dict[str, JobRecord | None] = {}
     answers = True
     for first, names in wanted.items():
         known = ask_about(first, names) if answers else None
@@ -49,7 +49,7 @@ def slurm_jobs(jobs: Iterable[str]) -> dict[str, Fingerprint | None]:
     return out
 
 
-def ask_about(job: str, names: list[str]) -> dict[str, Fingerprint] | None:
+def ask_about(job: str, names: list[str]) -> dict[str, JobRecord] | None:
     """Return what Slurm knows about a job or the elements of an array, by their names; None if it does not answer."""
     answer = ask_slurm("scontrol", "--oneliner", "show", "job", job)
     if answer is None or (answer.returncode and "Invalid job id" not in answer.stderr):
@@ -63,11 +63,11 @@ def ask_about(job: str, names: list[str]) -> dict[str, Fingerprint] | None:
     return known
 
 
-def records_of(output: str) -> dict[str, Fingerprint]:
+def records_of(output: str) -> dict[str, JobRecord]:
     """Return the records that `scontrol --oneliner show job` prints, by all names of each."""
-    out: dict[str, Fingerprint] = {}
+    out: dict[str, JobRecord] = {}
     for line in output.splitlines():
-        facts: Fingerprint = dict(re.findall(r"(?:^| )(\w+)=(\S*)", line))
+        facts: JobRecord = dict(re.findall(r"(?:^| )(\w+)=(\S*)", line))
         indices = indices_in(facts.get("ArrayTaskId", ""))
         if len(indices) > 1:
             facts.pop("StartTime", None)  # it is that of the first one
@@ -76,9 +76,9 @@ def records_of(output: str) -> dict[str, Fingerprint]:
     return out
 
 
-def accounting_states(output: str) -> dict[str, Fingerprint]:
+def accounting_states(output: str) -> dict[str, JobRecord]:
     """Return the states that `sacct` prints after the names of jobs, such as 1234, 1234_7 or 1234_[8-9%2]."""
-    out: dict[str, Fingerprint] = {}
+    out: dict[str, JobRecord] = {}
     for line in output.splitlines():
         name, _, state = line.partition("|")
         first, _, indices = name.partition("_")

@@ -38,7 +38,7 @@ from ..runs.schema import (
     records,
 )
 from ..runs.text import align, duration
-from .slurm import ENDED, WAITING, Fingerprint, slurm_jobs
+from .slurm import ENDED, WAITING, JobRecord, slurm_jobs
 
 SILENT = "Slurm does not answer here"
 JOB, LIVES, CANCELLED, FILES, SUPERVISOR = "job.json", "lives.jsonl", "cancelled", "slurm", "keeper"
@@ -98,7 +98,7 @@ def supervisor_alive(run: Path) -> bool:
     return False
 
 
-def alive(run: Path, job: Job | None, facts: Fingerprint) -> str:
+def alive(run: Path, job: Job | None, facts: JobRecord) -> str:
     """Return a description of a job that is queued or running; '' if it is neither. `facts`: Slurm's answer."""
     if job is None:
         return ""
@@ -148,7 +148,7 @@ def states_of(runs: list[Path]) -> list[tuple[str, str]]:
     return found
 
 
-def jobs_of(runs: list[Path], strict: bool = True) -> list[tuple[Job | None, Fingerprint | None]]:
+def jobs_of(runs: list[Path], strict: bool = True) -> list[tuple[Job | None, JobRecord | None]]:
     """Return the job of each run and what Slurm answers about it (see `slurm_jobs`), {} for other jobs. If not
     `strict`, a run with damaged files has no job."""
     jobs: list[Job | None] = []
@@ -163,7 +163,7 @@ def jobs_of(runs: list[Path], strict: bool = True) -> list[tuple[Job | None, Fin
     return [(job, {} if job is None else known.get(job.id, {})) for job in jobs]
 
 
-def status_of(run: Path, job: Job | None, facts: Fingerprint | None) -> dict[str, Any]:
+def status_of(run: Path, job: Job | None, facts: JobRecord | None) -> dict[str, Any]:
     """Return the status of a run. `facts`: what Slurm answers about its job."""
     starts = records(run / STARTS, Start)
     state, why = state_of(run, job, facts)
@@ -184,7 +184,7 @@ def status_of(run: Path, job: Job | None, facts: Fingerprint | None) -> dict[str
     }
 
 
-def state_of(run: Path, job: Job | None, facts: Fingerprint | None) -> tuple[str, str]:
+def state_of(run: Path, job: Job | None, facts: JobRecord | None) -> tuple[str, str]:
     """Return a run's state and the reason for it. `facts`: what Slurm answers about its job, None if it does not."""
     known = facts or {}
     slurm = known.get("JobState", "")
@@ -205,7 +205,7 @@ def state_of(run: Path, job: Job | None, facts: Fingerprint | None) -> tuple[str
     return state_at_rest(run, job, facts, slurm)
 
 
-def state_at_rest(run: Path, job: Job | None, facts: Fingerprint | None, slurm: str) -> tuple[str, str]:
+def state_at_rest(run: Path, job: Job | None, facts: JobRecord | None, slurm: str) -> tuple[str, str]:
     """Return the state of an unfinished run that is not running."""
     attempts = [one for one in records(run / LIVES, Restart) if job is not None and is_of(one, job.id)]
     given_up = ""
@@ -230,7 +230,7 @@ def state_at_rest(run: Path, job: Job | None, facts: Fingerprint | None, slurm: 
     return "failed", "; ".join(filter(None, reasons)) or "it ended before it was finished"
 
 
-def nodes_of(run: Path, job: Job | None, facts: Fingerprint) -> str | None:
+def nodes_of(run: Path, job: Job | None, facts: JobRecord) -> str | None:
     """Return where a run is running."""
     if job is not None and job.executor == "local":
         return job.host
