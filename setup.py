@@ -41,7 +41,7 @@ setup(
     packages=find_packages(include=["fedmpi", "fedmpi.*"]),
     package_data={"fedmpi": ["py.typed", "experiments/recipes/*.yaml", "experiments/report/page.html"]},
     install_requires=[
-        "torch>=2.4",
+        "torch>=2.6",
         "torchvision",
         "mpi4py>=4",
         "numpy",

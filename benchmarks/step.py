@@ -132,7 +132,7 @@ def by_fedmpi(case: Case, task: Task, clients: int = 1) -> Client:
 
     def train(seat: Task, cid: int) -> object:
         job = seat.job(Start(start_N, ints, 1, cid, work))
-        return job.finish(rule(job))
+        return job.deliver(rule(job))()
 
     @torch.no_grad()
     def run() -> list[object]:

@@ -27,6 +27,7 @@ from .comm import Comm, agree_early, agreed, connect, share_node
 from .comm.env import Place, find_place
 from .data import Arrays, Data, Datasets, as_data
 from .data.own import is_part
+from .device import sums_device
 from .errors import CommonError, UserError
 from .local import LocalRule
 from .masks import Mask
@@ -95,7 +96,7 @@ def train(
         else:
             spec = agree_early(place, place.launcher == "mpi" or knobs.get("comm") == "mpi", ready)
         device = settle(spec.cfg, place)
-        comm = link(spec.cfg, place, device)
+        comm = link(spec.cfg, place, sums_device(device, spec.cfg.sums))
         with together(comm):
             outcome = run(spec, comm, place, device, os.environ, [] if out is None else ASKED)
     reports = [record(report) for report in outcome.history]
@@ -195,7 +196,8 @@ def of_clients(data: Any, test: Any, chosen: dict[str, Any]) -> Data:
 
 
 def link(cfg: Config, place: Place, device: torch.device) -> Comm:
-    """Return this rank's connection to the others: opened at the first call, closed with the process."""
+    """Return this rank's connection to the others, for sums on a device: opened at the first call, closed with the
+    process."""
     if not _connected:
         comm = connect(cfg.comm, place, device, cfg.timeout, os.environ)
         if device.type == "cpu":
@@ -205,8 +207,8 @@ def link(cfg: Config, place: Place, device: torch.device) -> Comm:
     [(comm, kind)] = _connected
     if kind != device.type and place.size > 1:
         raise UserError(
-            f"the ranks of this process are connected for {kind}, and device is now {device.type}; use one device "
-            "type per script"
+            f"the ranks of this process are connected for sums on {kind}, and now they are on {device.type}; use one "
+            "value of device and sums per script"
         )
     return comm
 

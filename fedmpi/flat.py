@@ -13,7 +13,7 @@ over the clients counts. A rank owns a slice of the vector; buckets of a slice t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from .errors import UserError
 
 TILE = 1 << 16
+ACCELERATOR_TILE = 1 << 22  # not the size of a cache, but one that makes launches few: temporaries of up to 32 MB
 
 
 @dataclass(frozen=True)
@@ -49,13 +50,16 @@ class Layout:
     params: int
     length: int
     ints: tuple[str, ...]
+    align: int = field(default=1, repr=False)  # slices begin at multiples of it; no part of a run's fingerprint
 
     def padded(self, ranks: int) -> int:
-        """Return the length N: the next multiple of the number of ranks."""
-        return -(-self.length // ranks) * ranks
+        """Return the length N: the next multiple of the number of ranks, times the alignment."""
+        return -(-self.length // (ranks * self.align)) * ranks * self.align
 
 
-def layout_of(model: nn.Module, channels_last: bool = False, dtype: torch.dtype = torch.float32) -> Layout:
+def layout_of(
+    model: nn.Module, channels_last: bool = False, dtype: torch.dtype = torch.float32, align: int = 1
+) -> Layout:
     """Return the layout of a model: trainable parameters, then frozen ones and float buffers, in the model's order."""
     params: dict[str, Tensor] = dict(model.named_parameters())
     buffers = dict(model.named_buffers())
@@ -73,7 +77,12 @@ def layout_of(model: nn.Module, channels_last: bool = False, dtype: torch.dtype 
     if not count:
         raise UserError("the model has no trainable parameter; check requires_grad")
     ints = tuple(k for k, b in buffers.items() if not b.is_floating_point())
-    return Layout(tuple(spans), count, at, ints)
+    return Layout(tuple(spans), count, at, ints, align)
+
+
+def tile_size(device: torch.device, on_cpu: int = TILE) -> int:
+    """Return how many elements elementwise work takes at a time: what fits the cache of a CPU."""
+    return on_cpu if device.type == "cpu" else ACCELERATOR_TILE
 
 
 def tiles(start: int, stop: int, size: int = TILE) -> Iterator[slice]:
@@ -99,14 +108,14 @@ def bind(model: nn.Module, layout: Layout, x: Tensor) -> None:
 
 
 def read_ints(model: nn.Module, layout: Layout) -> Tensor:
-    """Return the model's integer buffers, one after another, as int64 on the CPU."""
+    """Return a copy of the model's integer buffers, one after another, as int64 on the model's device."""
     buffers = dict(model.named_buffers())
-    parts = [buffers[name].reshape(-1).to("cpu", torch.int64) for name in layout.ints]
+    parts = [buffers[name].reshape(-1).to(torch.int64) for name in layout.ints]
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
 
 
 def write_ints(model: nn.Module, layout: Layout, ints: Tensor) -> None:
-    """Write integer buffers back into the model."""
+    """Write integer buffers back into the model, from its own device."""
     buffers, at = dict(model.named_buffers()), 0
     for name in layout.ints:
         buffer = buffers[name]

@@ -102,7 +102,7 @@ class Report:
 
 
 class Clients(Protocol):
-    """This rank's view of the federation: it trains any client, on this rank's device."""
+    """This rank's view of the federation: it trains any client, on whatever device."""
 
     @property
     def sizes(self) -> np.ndarray:
@@ -113,7 +113,9 @@ class Clients(Protocol):
         """Return where the model's tensors lie in the flat vector."""
 
     @property
-    def device(self) -> torch.device: ...
+    def sums_device(self) -> torch.device:
+        """Where updates are delivered and summed, and the model is moved."""
+
     @property
     def meta_size(self) -> int:
         """Samples of the meta set."""
@@ -144,8 +146,9 @@ class Stats:
     def count(self, tile: Tile, mask: Tensor) -> None:
         """Count a tile; this makes its votes absolute, as nothing reads their signs any more."""
         self.kept.add_(mask.floor().sum())
-        sizes = tile.votes.abs_()  # int8 via float32 is faster, and exact: 2**17 * 127 < 2**24
-        self.votes.add_(sizes.float().sum() if sizes.dtype == torch.int8 else sizes.sum(dtype=torch.int64))
+        sizes = tile.votes.abs_()
+        quick = sizes.dtype == torch.int8 and sizes.numel() * 127 < 2**24  # via float32 is faster, and still exact
+        self.votes.add_(sizes.float().sum() if quick else sizes.sum(dtype=torch.int64))
 
 
 def begin(
@@ -156,7 +159,7 @@ def begin(
     comm.broadcast(start_N)
     if ints.numel():
         comm.broadcast(ints)
-    length, rule, device = start_N.numel() // comm.size, algorithm.local, clients.device
+    length, rule, device = start_N.numel() // comm.size, algorithm.local, clients.sums_device
     model_N = comm.vector(length, start_N.device)
     comm.own(model_N).copy_(comm.own(start_N))
     comm.gather(model_N)
@@ -183,7 +186,7 @@ def make_sums(plan: Plan, algorithm: Algorithm, clients: Clients, comm: Comm, mo
         squares=algorithm.mask.second_moment,
         wire=plan.wire,
         meta=algorithm.meta is not None,
-        device=clients.device,
+        device=clients.sums_device,
         model_N=model_N,
     )
 

@@ -13,7 +13,7 @@ fail() {
 # Sets `ranks` and `restarts` from the first arguments, and `rest` to the arguments of 'fedmpi train'.
 read_arguments() {
     ranks=2 restarts=3
-    if (($# > 0)) && [[ $1 =~ ^[1-9][0-9]*$ ]]; then
+    if (($# > 0)) && [[ $1 =~ ^([1-9][0-9]*|auto)$ ]]; then
         ranks=$1
         shift
     fi

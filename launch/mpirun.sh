@@ -3,6 +3,7 @@
 #
 #   bash launch/mpirun.sh 4 --algorithm fedavg --data glyphs --out runs/a
 #   bash launch/mpirun.sh 4 --max-restarts 0 --algorithm fedavg ...
+#   bash launch/mpirun.sh auto ...        a rank for each GPU
 #   bash launch/mpirun.sh --help          this text; 'fedmpi train --help' lists the arguments
 #
 # When a rank dies, MPI ends the others; all are restarted from the newest checkpoint, at most --max-restarts times
@@ -12,12 +13,16 @@
 set -euo pipefail
 
 if (($# == 0)) || [[ $1 == -h || $1 == --help ]]; then
-    sed -n '2,11s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    sed -n '2,12s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
     exit 0
 fi
 
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 read_arguments "$@"
+if [[ $ranks == auto ]]; then
+    ranks=$("$python" -c 'from fedmpi.device import count; print(count())')
+    ((ranks > 0)) || fail "the number of ranks is auto, which is a rank for each GPU, but none is visible"
+fi
 mpiexec=$root/.venv/bin/mpiexec
 [[ -x $mpiexec ]] || mpiexec=mpiexec
 

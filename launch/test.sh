@@ -3,7 +3,7 @@
 # time is one more than there are cores (at most 4), as many of them wait for a launcher.
 #
 #   bash launch/test.sh                                                       everything
-#   bash launch/test.sh -m "not slow and not processes and not launchers"     the fast tests
+#   bash launch/test.sh -m "not slow and not processes and not launchers and not accelerator"     the fast tests
 #   bash launch/test.sh -k masks
 set -euo pipefail
 

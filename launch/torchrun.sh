@@ -4,6 +4,7 @@
 #
 #   bash launch/torchrun.sh 4 --algorithm fedavg --data glyphs --out runs/a
 #   bash launch/torchrun.sh 4 --max-restarts 0 --algorithm fedavg ...
+#   bash launch/torchrun.sh auto ...        a rank for each GPU
 #   bash launch/torchrun.sh --help          this text; 'fedmpi train --help' lists the arguments
 #
 # When a rank dies, all are restarted from the newest checkpoint, at most --max-restarts times (default: 3). Ctrl-C,
@@ -13,12 +14,12 @@
 set -euo pipefail
 
 if (($# == 0)) || [[ $1 == -h || $1 == --help ]]; then
-    sed -n '2,12s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    sed -n '2,13s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
     exit 0
 fi
 
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 read_arguments "$@"
 launched=(--ranks "$ranks" --max_restarts "$restarts")
-((ranks > 1)) || launched=()  # one rank is the command itself
+[[ $ranks != 1 ]] || launched=()  # one rank is the command itself
 exec "$python" -m fedmpi train "${launched[@]}" "${rest[@]}"

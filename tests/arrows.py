@@ -14,7 +14,7 @@ DESIGN = REPO / "docs" / "design.md"
 BEGIN, END = "<!-- arrows: python -m tests.arrows -->\n```\n", "```\n<!-- end of arrows -->\n"
 
 BASE = {"errors", "seeds", "schedules", "plugins", "knobs"}
-FEDERATION = BASE | {"flat", "comm", "local", "masks", "server", "cohort", "algorithms", "aggregate"}
+FEDERATION = BASE | {"device", "flat", "comm", "local", "masks", "server", "cohort", "algorithms", "aggregate"}
 BELOW_RUNS = FEDERATION | {"meta", "rounds", "data", "models", "clients"}
 RUN = BELOW_RUNS | {"runs"}
 ALLOWED: dict[str, set[str]] = {
@@ -23,19 +23,20 @@ ALLOWED: dict[str, set[str]] = {
     "schedules": {"errors"},
     "plugins": {"errors"},
     "knobs": {"errors", "plugins", "schedules"},
+    "device": {"errors"},
     "flat": {"errors"},
-    "comm": {"errors"},
+    "comm": {"device", "errors"},
     "local": BASE,
     "masks": BASE | {"flat"},
     "server": BASE,
     "cohort": BASE,
     "algorithms": BASE | {"local", "masks", "server"},
-    "aggregate": BASE | {"cohort", "comm", "flat", "local", "masks"},
+    "aggregate": BASE | {"cohort", "comm", "device", "flat", "local", "masks"},
     "meta": BASE | {"aggregate", "algorithms", "comm", "flat"},
     "rounds": FEDERATION | {"meta"},
     "data": BASE,
     "models": BASE,
-    "clients": BASE | {"cohort", "data", "flat", "local", "models"},
+    "clients": BASE | {"cohort", "data", "device", "flat", "local", "models"},
     "runs": BELOW_RUNS,
     "cluster": RUN,
     "experiments": RUN | {"cluster"},

@@ -81,7 +81,7 @@ def run_rounds(
 ) -> tuple[State, list[Report]]:
     """Return a rank's last state and its reports; with `tau`, agreement is measured."""
     agreement = Agreement()
-    agreement.start(clients.layout, tau or 0.0, clients.device)
+    agreement.start(clients.layout, tau or 0.0, clients.sums_device)
     reports = []
     for after, report in rounds(state, how, algo, clients, comm, [] if tau is None else [agreement]):
         state = after

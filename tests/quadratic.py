@@ -9,7 +9,7 @@ N: the padded vector.  P: the parameters, two in a federation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import repeat
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fedmpi.algorithms import Algorithm
 from fedmpi.clients.task import Task
-from fedmpi.clients.training import Global, Start, train_clients
+from fedmpi.clients.training import Delivery, Global, Start, train_clients
 from fedmpi.cohort import Work
 from fedmpi.comm import Comm
 from fedmpi.comm.threads import run_threads
@@ -174,6 +174,9 @@ class QuadraticJob(Parabola):
     def bend(self, x_P: Tensor) -> Tensor:
         return torch.diag(self.a)
 
+    def deliver(self, result: LocalResult) -> Delivery:
+        return Delivery(lambda: self.finish(result))
+
     def finish(self, result: LocalResult) -> Update:
         for now_P, before_P in zip(self.readable, self.before, strict=True):
             assert torch.equal(now_P, before_P), "a rule wrote to what is to be read only"
@@ -187,7 +190,8 @@ class QuadraticJob(Parabola):
 class QuadraticTask:
     """Clients with parabolas; the meta set is points whose loss is 1/2 * |x - point|^2."""
 
-    device = torch.device("cpu")
+    device = sums_device = torch.device("cpu")
+    drop_out_of_memory = False
     layout = Layout(spans=(), params=2, length=2, ints=())
 
     def __init__(
@@ -210,6 +214,9 @@ class QuadraticTask:
         return self.x_N.clone(), NO_INTS
 
     each = Task.each
+
+    def fetch(self, state: Global) -> tuple[Tensor, Mapping[str, Tensor], Tensor]:
+        return state.model_N, state.shared, state.ints
 
     def job(self, start: Start) -> QuadraticJob:
         return QuadraticJob(self, start)

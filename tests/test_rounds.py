@@ -98,7 +98,7 @@ def by_hand(mask: str, tau: float, without: int | None = None) -> tuple[torch.Te
     for cid, samples in zip(cohort.cids, cohort.weights, strict=True):
         if cid != without:
             job = task.job(Start(start_N, ints, 1, cid, how.work))
-            deltas.append(job.finish(sgd(0.05, 0.9)(job)).delta_N.clone())
+            deltas.append(job.deliver(sgd(0.05, 0.9)(job))().delta_N.clone())
             sizes.append(samples)
     mean = plain.mean(deltas, sizes, cohort.total).double()
     square = plain.mean_square(deltas, sizes, cohort.total).double()

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Comm, Rows, Wait
-from ..flat import tiles
+from ..flat import tile_size, tiles
 
 BF16 = torch.bfloat16
 
@@ -34,7 +34,7 @@ class Compressor:
     """Rounds what a rank sends, and keeps the rounding errors in the `unsent` that it is given. Made once."""
 
     def __init__(self, comm: Comm, sums: Rows, slice_length: int, model_N: Tensor) -> None:
-        self.comm, self.sums = comm, sums
+        self.comm, self.sums, self.tile = comm, sums, tile_size(model_N.device)
         self.update = comm.update(model_N, BF16)
         self.before_S = None if self.update is None else torch.zeros(slice_length, device=model_N.device)
         self.flushed = False  # whether errors left by a run on other ranks were added to rows that do not travel
@@ -43,7 +43,7 @@ class Compressor:
         """Round a bucket of every row that is sent."""
         for rank, unsent_S in enumerate(unsent_N.view(self.comm.size, -1)):
             if rank in self.sums.out:
-                for tile in tiles(bucket.start, bucket.stop):
+                for tile in tiles(bucket.start, bucket.stop, self.tile):
                     x = torch.add(self.sums.mine[rank][tile], unsent_S[tile], alpha=float(weight))
                     error = round_off(x, self.sums.out[rank][tile])
                     torch.mul(error, 1 / weight, out=unsent_S[tile])
@@ -64,7 +64,7 @@ class Compressor:
                 own_S[bucket].add_(unsent_S[bucket])
                 unsent_S[bucket].zero_()
             return self.comm.start_gather(model_N, bucket)
-        for tile in tiles(bucket.start, bucket.stop):
+        for tile in tiles(bucket.start, bucket.stop, self.tile):
             before, out = self.before_S[tile], self.update.mine_S[tile]
             x = torch.sub(own_S[tile], before).add_(unsent_S[tile])
             unsent_S[tile] = round_off(x, out)

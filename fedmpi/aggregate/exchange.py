@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Comm, Wait
-from ..flat import even_slices, tiles
+from ..flat import even_slices, tile_size, tiles
 from ..masks import LayerVotes, trained_spans
 from .sums import FRACTION_BITS, SQUARE_FRACTION_BITS, Accumulator, Sums, Totals
 
@@ -161,7 +161,7 @@ def reduce(
     if look is not None:
         arrived = list(arrived)
         first = comm.rank * deltas.slice
-        owned = (own for own in cut(first, slice(0, deltas.slice), params) if first + own.start < params)
+        owned = (own for own in cut(first, slice(0, deltas.slice), params, deltas.device) if first + own.start < params)
         look((first + own.start, votes_at(deltas, own, send_votes)) for own in owned)
     for bucket in arrived:
         yield bucket, averaged(comm, deltas, params, weight, send_votes, bucket)
@@ -177,7 +177,7 @@ def averaged(
 ) -> Iterator[Averages]:
     """Yield this rank's slice of exchanged sums, or a bucket of it, tile by tile."""
     first = comm.rank * sums.slice
-    for own in cut(first, bucket or slice(0, sums.slice), params):
+    for own in cut(first, bucket or slice(0, sums.slice), params, sums.device):
         square = None
         votes = None if sums.votes is None else votes_at(sums, own, votes_came)
         if sums.squares is not None and first + own.start < params:
@@ -194,12 +194,12 @@ def votes_at(sums: Accumulator, own: slice, came: bool) -> Tensor:
     return add_up([torch.sign(row[own]).to(sums.votes.mine[0].dtype) for row in sums.sums.theirs])
 
 
-def cut(first: int, bucket: slice, params: int) -> Iterator[slice]:
+def cut(first: int, bucket: slice, params: int, device: torch.device) -> Iterator[slice]:
     """Yield the tiles of a bucket of the slice that begins at element `first`; none straddles the end of the
     parameters."""
-    end = min(max(params - first, bucket.start), bucket.stop)
-    yield from tiles(bucket.start, end, TILE)
-    yield from tiles(end, bucket.stop, TILE)
+    end, size = min(max(params - first, bucket.start), bucket.stop), tile_size(device, TILE)
+    yield from tiles(bucket.start, end, size)
+    yield from tiles(end, bucket.stop, size)
 
 
 def widened(row: Tensor) -> Tensor:

@@ -31,8 +31,9 @@ from torch import Tensor
 
 from ..cohort import Cohort
 from ..comm import Comm, Rows
+from ..device import CPU, synchronise
 from ..errors import CommonError, UserError, unknown
-from ..flat import Layout, tiles
+from ..flat import Layout, tile_size, tiles
 from ..local import LocalResult, LocalRule, Update
 from .compress import Compressor
 
@@ -48,14 +49,17 @@ PHASES = ("local", "wait", "reduce", "server", "gather", "meta")
 
 
 class Clock:
-    """Seconds by phase of a round: a stopwatch that is always in one phase, or in none."""
+    """Seconds by phase of a round: a stopwatch that is always in one phase, or in none. A phase on an accelerator ends
+    when that has done its work."""
 
-    def __init__(self, phase: str | None = None) -> None:
+    def __init__(self, phase: str | None = None, device: torch.device = CPU) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        self.phase, self.began = phase, time.perf_counter()
+        self.device, self.phase, self.began = device, phase, time.perf_counter()
 
     def switch(self, phase: str | None) -> None:
         """End the current phase, and start another."""
+        if phase != self.phase:
+            synchronise(self.device)
         now = time.perf_counter()
         if self.phase is not None:
             self.seconds[self.phase] += now - self.began
@@ -105,6 +109,7 @@ class Accumulator:
             raise unknown("sum", kind, SUMS)
         check_wire(kind, wire)
         self.exact, self.slice, self.squared = kind == "exact", slice_length, squares
+        self.device = device or CPU
         number = torch.int64 if self.exact else torch.float32
         self.sums = comm.rows(slice_length, number, device, torch.bfloat16 if wire == "bf16" else None)
         self.votes = comm.rows(slice_length, torch.int8 if cohort <= 127 else torch.int32, device) if votes else None
@@ -157,7 +162,7 @@ class Accumulator:
             return
         x, weight = self.deferred
         for rank, x_S in enumerate(torch.split(x, self.slice)):
-            for tile in tiles(bucket.start, min(bucket.stop, x_S.numel())):
+            for tile in tiles(bucket.start, min(bucket.stop, x_S.numel()), tile_size(self.device)):
                 self._add_tile(rank, tile, x_S[tile], weight)
 
     def _add_tile(self, rank: int, tile: slice, x: Tensor, weight: int) -> None:
@@ -245,7 +250,7 @@ class Sums:
         device: torch.device | None = None,
         model_N: Tensor | None = None,
     ) -> None:
-        length = layout.padded(comm.size) // comm.size
+        length, self.device = layout.padded(comm.size) // comm.size, device or CPU
         self.comm, self.rule, self.layout, self.clients = comm, rule, layout, clients
         squared = layout.params if squares else 0
         self.deltas = Accumulator(comm, length, cohort, kind, device, squares=squared, wire=wire)
@@ -264,7 +269,7 @@ class Sums:
         self.deltas.reset(cohort.total)
         for channel in self.rule.sends:
             self.channels[channel.name].reset(cohort.total if channel.to == "model" else self.clients)
-        self.clock = Clock("local")
+        self.clock = Clock("local", self.device)
 
     def add(self, update: Update) -> bool:
         """Add a client's update; one that cannot be averaged is left out, with a warning. Return whether it counts. If

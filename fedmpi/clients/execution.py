@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..device import out_of_memory
 from ..errors import UserError, one_line
 from .feed import Pair
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 class Mode:
     """How training calls the model."""
 
-    precision: str = "float32"  # or bf16: autocast of the forward pass; parameters, outputs and gradients stay float32
+    precision: str = "float32"  # tf32, or bf16: autocast of the forward pass; parameters and gradients stay float32
     compile: str = "none"  # or a mode of torch.compile
 
     @property
@@ -41,7 +42,7 @@ class Mode:
     def forward(self, model: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
         """Return the model as training calls it."""
         call = model if self.compile == "none" else compiled(model, self.compile)
-        if self.precision == "float32":
+        if self.precision != "bf16":
             return call
 
         def forward(*given: Any) -> Any:
@@ -64,8 +65,9 @@ def compiled(model: Callable[..., Any], mode: str) -> Callable[..., Any]:
 
 
 def try_mode(task: Task, name: str, samples: Pair, batch: int) -> None:
-    """Raise a UserError if the model cannot be trained in the task's mode. The model is left unchanged."""
-    if task.mode == PLAIN:
+    """Raise a UserError if the model cannot be trained in the task's mode, or on an accelerator at all: some of its
+    kernels are not deterministic. The model is left unchanged."""
+    if task.mode == PLAIN and task.device.type == "cpu":
         return
     start = task.start()
     x, y = (repeat(t, batch).to(task.device) for t in samples)
@@ -74,9 +76,15 @@ def try_mode(task: Task, name: str, samples: Pair, batch: int) -> None:
         torch.autograd.backward(task.goal.loss(task.forward(x), y, "mean"))
     except Exception as error:
         hint = "" if task.mode.compile == "none" else " (on a CPU torch.compile needs a C++ compiler: g++, or set CXX)"
+        how, fix = f"with {task.mode.options}" if task.mode.options else f"on {task.device}", "leave it out"
+        if out_of_memory(error):
+            fix = f"lower --local.batch, which is {batch}"
+        elif "deterministic" in str(error):
+            fix = "add --deterministic false (the same seed may then give other bits), or use another model"
+        elif not task.mode.options:
+            fix = "use another model, or --device cpu"
         raise UserError(
-            f"model '{name}' cannot be trained with {task.mode.options}: {type(error).__name__}: "
-            f"{one_line(error)}{hint}; leave it out"
+            f"model '{name}' cannot be trained {how}: {type(error).__name__}: {one_line(error)}{hint}; {fix}"
         ) from error
     task.load(*start)
 

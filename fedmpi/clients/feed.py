@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from ..data import Arrays, Data, Datasets
+from ..device import CPU, upload
 from ..errors import RunError, UserError, one_line
 from .augment import make_augment
 
@@ -36,6 +37,7 @@ class Batch(NamedTuple):
     samples: Tensor
     seed: int
     data: Pair | None = None
+    drawn: Tensor | None = None  # random numbers of the augmentation, if they are on the device already
     version: int = 0  # torch's version counter of the prefetched inputs: a model that overwrites them raises it
 
 
@@ -43,6 +45,7 @@ class Feed(Protocol):
     """The data of a task."""
 
     tests: int  # number of test samples
+    index_device: torch.device  # where sample indices are read
 
     def train(self, batch: Batch) -> Pair:
         """Return the inputs and labels of a training batch."""
@@ -58,13 +61,16 @@ class Feed(Protocol):
 
 
 class ArrayFeed:
-    """A feed from arrays in memory."""
+    """A feed from arrays in memory: that of the device, or with `on_host` the host's, from where batches are copied."""
 
-    def __init__(self, arrays: Arrays, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, arrays: Arrays, device: torch.device, dtype: torch.dtype = torch.float32, on_host: bool = False
+    ) -> None:
         self.kind, self.device, self.dtype, self.tests = arrays.kind, device, dtype, len(arrays.test_y)
-        self.x, self.test_x = arrays.x.to(device), arrays.test_x.to(device)
+        self.index_device = home = CPU if on_host else device
+        self.x, self.test_x = arrays.x.to(home), arrays.test_x.to(home)
         whole = arrays.goal.whole
-        self.y, self.test_y = (t.to(device) if whole else t.to(device, dtype) for t in (arrays.y, arrays.test_y))
+        self.y, self.test_y = (t.to(home) if whole else t.to(home, dtype) for t in (arrays.y, arrays.test_y))
         self.augment = make_augment(arrays.augment) if self.kind == "images" else None
         self.styles = arrays.styles
         self.style: Tensor | None = None
@@ -72,7 +78,7 @@ class ArrayFeed:
         if self.styles is not None:
             assert arrays.style is not None and arrays.test_style is not None, "call styles.assign_styles first"
             self.table = self.styles.table.to(device, dtype)
-            self.style, self.test_style = arrays.style.to(device), arrays.test_style.to(device)
+            self.style, self.test_style = arrays.style.to(home), arrays.test_style.to(home)
         if self.kind == "images":  # raw * scale + shift has mean 0 and deviation 1 on the train set, per channel
             mean, std = np.asarray(arrays.mean), np.asarray(arrays.std)
             numbers = ((1 / (255 * std)).tolist(), (-mean / std).tolist())
@@ -83,20 +89,25 @@ class ArrayFeed:
     def train(self, batch: Batch) -> Pair:
         if batch.data is not None and batch.data[0]._version == batch.version:
             return batch.data
-        return self.pick(batch.samples, batch.seed)
+        return self.pick(batch.samples, batch.seed, batch.drawn)
 
-    def pick(self, samples: Tensor, seed: int) -> Pair:
+    def pick(self, samples: Tensor, seed: int, drawn: Tensor | None = None) -> Pair:
         """Return training samples by index, augmented with draws from the seed."""
-        raw = self.x[samples]
+        raw, y = upload(self.x[samples], self.device), upload(self.y[samples], self.device)
         if self.augment is not None:
-            raw = self.augment(raw, seed)
-        return self.inputs(raw, None if self.style is None else self.style[samples]), self.y[samples]
+            raw = self.augment(raw, seed) if drawn is None else self.augment.apply(raw, drawn)
+        return self.inputs(raw, None if self.style is None else self.style[samples]), y
 
     def ahead(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the batches with their data, prepared for several at once: the overhead of a torch call is as large as
-        the work of a small batch. Augmentation draws per batch, so augmented batches are not prefetched."""
+        the work of a small batch. Augmented batches are not prefetched, but their draws are copied at once."""
         if self.augment is not None:
-            yield from batches
+            if not (wanted := list(batches)):
+                return
+            draws = [self.augment.draw(len(batch.samples), batch.seed) for batch in wanted]
+            on_device = upload(torch.cat(draws, 1), self.device)
+            for batch, drawn in zip(wanted, torch.split(on_device, [d.shape[1] for d in draws], 1), strict=True):
+                yield batch._replace(drawn=drawn)
             return
         waiting = iter(batches)
         for first in waiting:
@@ -117,8 +128,9 @@ class ArrayFeed:
     def unaugmented(self, blocks: Sequence[Tensor], x: Tensor, y: Tensor, style: Tensor | None) -> Iterator[Pair]:
         """Yield blocks of samples by index."""
         for block in blocks:
-            samples = block.to(self.device)
-            yield self.inputs(x[samples], None if style is None else style[samples]), y[samples]
+            samples = upload(block, self.index_device)
+            raw = upload(x[samples], self.device)
+            yield self.inputs(raw, None if style is None else style[samples]), upload(y[samples], self.device)
 
     def inputs(self, raw: Tensor, style: Tensor | None = None) -> Tensor:
         """Return samples as model inputs: images coloured or turned and normalised, tokens as indices."""
@@ -128,7 +140,7 @@ class ArrayFeed:
         if self.kind == "numbers":
             return numbers
         if self.styles is not None and style is not None:
-            numbers = self.styles.apply_style(numbers, self.table[style])
+            numbers = self.styles.apply_style(numbers, self.table[upload(style, self.device)])
         return numbers.mul_(self.scale).add_(self.shift)
 
 
@@ -153,7 +165,7 @@ class DatasetFeed:
         self, datasets: Datasets, device: torch.device, dtype: torch.dtype = torch.float32, workers: int = 0
     ) -> None:
         self.parts = {"train": Seeded(datasets.train), "test": Seeded(datasets.test)}
-        self.device, self.dtype, self.workers = device, dtype, workers
+        self.device, self.dtype, self.workers, self.index_device = device, dtype, workers, CPU
         self.datasets, self.whole, self.tests = datasets, datasets.goal.whole, datasets.tests
 
     def train(self, batch: Batch) -> Pair:
@@ -202,7 +214,7 @@ class DatasetFeed:
         x, y = pair
         if self.whole and not 0 <= int(y.min()) <= int(y.max()) < self.datasets.kinds:
             raise self.datasets.wrong_labels(int(y.max() if int(y.min()) >= 0 else y.min()))
-        x, y = x.to(self.device), y.to(self.device)
+        x, y = upload(x, self.device), upload(y, self.device)
         x = x.to(self.dtype) / 255 if x.dtype == torch.uint8 and x.ndim == 4 else x
         x = x.to(self.dtype) if x.is_floating_point() else x.to(torch.int64)
         return x, y.to(torch.int64 if self.whole else self.dtype)
@@ -224,9 +236,11 @@ def keys_of(samples: Tensor, seed: int) -> list[tuple[int, int]]:
     return [(i, (seed + (i + 1) * 0x9E3779B97F4A7C15) % 2**63) for i in samples.tolist()]
 
 
-def make_feed(data: Data, device: torch.device, dtype: torch.dtype = torch.float32, workers: int = 0) -> Feed:
+def make_feed(
+    data: Data, device: torch.device, dtype: torch.dtype = torch.float32, workers: int = 0, on_host: bool = False
+) -> Feed:
     """Return the feed for data of either kind."""
     if isinstance(data, Arrays):
-        return ArrayFeed(data, device, dtype)
+        return ArrayFeed(data, device, dtype, on_host)
     assert isinstance(data, Datasets)
     return DatasetFeed(data, device, dtype, workers)

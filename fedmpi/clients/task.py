@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -21,13 +22,17 @@ from torch import Tensor, nn
 from ..cohort import Work
 from ..data import Data, Partition
 from ..data.objective import Objective, cross_entropy
+from ..device import CPU, Download, pins, seed_layers, upload, without_fused_rnn
 from ..flat import bind, layout_of, read_ints, write_ints
 from ..local import LocalResult, LocalRule, Update
 from ..models.kernels.byhand import by_hand
 from ..seeds import generator, torch_seed
 from .execution import PLAIN, Mode
 from .feed import ArrayFeed, Batch, Pair, make_feed
-from .training import Global, Start, Trainer, train_clients
+from .graphs import Graphs
+from .training import Delivery, Global, Start, Trainer, train_clients
+
+ALIGNED = 128  # elements that slices of sums on an accelerator begin at: NCCL is slower elsewhere
 
 T = TypeVar("T")
 
@@ -54,7 +59,7 @@ class ModelJob:
         self.round, self.cid, self.work = start.round, start.cid, start.work
         self.start_P = start.model_N[:params]
         self.shared: Mapping[str, Tensor] = {name: vector_N[:params] for name, vector_N in start.shared.items()}
-        self.memory: Mapping[str, Tensor] = {name: vector_P.to(task.device) for name, vector_P in start.memory.items()}
+        self.memory: Mapping[str, Tensor] = {n: upload(vector_P, task.device) for n, vector_P in start.memory.items()}
         task.load(start.model_N, start.ints)
         self.x_P, self.delta_P = task.x_N[:params], task.delta_N[:params]
         task.model.train()
@@ -72,14 +77,14 @@ class ModelJob:
         draws = torch_seed(seed, "torch", self.round, self.cid)
         steps, wanted = 0, self.work.count(seed, self.round, self.cid, len(mine), leave)
         while steps < wanted:
-            order = torch.from_numpy(mine[rng.permutation(len(mine))]).to(self.task.device)
+            order = upload(torch.from_numpy(mine[rng.permutation(len(mine))]), self.task.feed.index_device)
             for samples in torch.split(order, self.work.batch)[: wanted - steps]:
                 yield Batch(samples, draws + steps)
                 steps += 1
 
     def everything(self) -> Iterator[tuple[Batch, float]]:
         """Yield batches of all samples in partition order, each with its share of them."""
-        mine = torch.from_numpy(self.task.partition.of(self.cid)).to(self.task.device)
+        mine = upload(torch.from_numpy(self.task.partition.of(self.cid)), self.task.feed.index_device)
         draws = torch_seed(self.task.seed, "whole", self.round, self.cid)
         batches = (Batch(samples, draws + i) for i, samples in enumerate(torch.split(mine, self.work.batch)))
         for batch in self.task.feed.ahead(batches):
@@ -110,8 +115,8 @@ class ModelJob:
         write_ints(self.task.model, self.task.layout, ints)
         self.loss_sum, self.samples = loss_sum, samples
 
-    def finish(self, result: LocalResult) -> Update:
-        """Return the client's update: the delta of the parameters, followed by that of the float buffers."""
+    def deliver(self, result: LocalResult) -> Delivery:
+        """Return the client's update on its way: the delta of the parameters, followed by that of the float buffers."""
         layout = self.task.layout
         if result.delta_P.shape != self.delta_P.shape or not result.delta_P.is_floating_point():
             given = f"{result.delta_P.dtype} of shape {tuple(result.delta_P.shape)}"
@@ -120,8 +125,8 @@ class ModelJob:
             self.delta_P.copy_(result.delta_P)
         buffers = slice(layout.params, layout.length)
         torch.sub(self.task.x_N[buffers], self.start_N[buffers], out=self.task.delta_N[buffers])
-        loss = float(self.loss_sum) / max(self.samples, 1)
-        return Update(self.cid, self.task.delta_N, read_ints(self.task.model, layout), loss, result)
+        ints = read_ints(self.task.model, layout)
+        return self.task.deliver(self.cid, self.loss_sum, max(self.samples, 1), ints, result)
 
 
 class Task:
@@ -141,16 +146,25 @@ class Task:
         workers: int = 0,
         tests: int | None = None,
         mode: Mode = PLAIN,
+        sums_device: torch.device | None = None,
+        data_on_host: bool = False,
+        drop_out_of_memory: bool = False,
+        graphs: bool = False,
     ) -> None:
         self.model, self.partition, self.seed, self.device = model.to(device), partition, seed, device
+        self.sums_device = device if sums_device is None else sums_device
+        self.download = Download(device) if self.sums_device == CPU and pins(device) else None
         self.mode, self.forward = mode, mode.forward(self.model, device)
-        self.layout = layout_of(model, channels_last, dtype)
+        self.layout = layout_of(model, channels_last, dtype, 1 if self.sums_device == CPU else ALIGNED)
         length = self.layout.padded(ranks)
         self.x_N, self.delta_N = (torch.zeros(length, device=device, dtype=dtype) for _ in range(2))
         self.grad_P = torch.zeros(self.layout.params, device=device, dtype=dtype)
-        self.feed, self.goal = make_feed(data, device, dtype, workers), data.goal
+        self.feed, self.goal = make_feed(data, device, dtype, workers, data_on_host), data.goal
+        self.drop_out_of_memory = drop_out_of_memory
         self.attach()
-        self.meta = torch.from_numpy(np.zeros(0, dtype=np.int64) if meta is None else meta).to(device)
+        self.graphs = Graphs(self.by_autograd, self.buffers) if graphs else None
+        self.meta = upload(torch.from_numpy(np.zeros(0, np.int64) if meta is None else meta), self.feed.index_device)
+        self.fetched: dict[str, Tensor] = {}  # on an accelerator: the state of the round
         self.tests = choose_tests(self.feed.tests, tests)
 
     def attach(self) -> None:
@@ -176,17 +190,28 @@ class Task:
             if isinstance(self.feed, ArrayFeed) or int(y.min()) >= 0:  # torch's cross entropy ignores labels of -100
                 seed_layers(self.device, batch.seed)
                 return self.by_hand(x, y)
+        x, y = self.feed.train(batch)
+        seed_layers(self.device, batch.seed)
+        return self.by_autograd(x, y) if self.graphs is None else self.graphs(x, y)
+
+    def by_autograd(self, x: Tensor, y: Tensor) -> Tensor:
+        """Write the gradient of a batch's mean loss to `grad_P`; return the loss."""
         with torch.enable_grad():
-            loss = self.loss(batch)
+            loss = self.goal.loss(self.forward(x), y, "mean")
         grads = torch.autograd.grad(loss, self.params, allow_unused=True, materialize_grads=True)
         torch._foreach_copy_(self.grads, grads)  # cheaper than clearing the vector and accumulating into it
         return loss.detach()
+
+    def buffers(self) -> list[Tensor]:
+        """Return what a forward pass in training may change: float buffers, and integer ones."""
+        named = dict(self.model.named_buffers())
+        return [self.x_N[self.layout.params :], *(named[name] for name in self.layout.ints)]
 
     def linearise(self, batch: Batch) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Return the gradient of a batch's mean loss and the function v -> H v, valid until the model changes."""
         forward = self.mode.uncompiled.forward(self.model, self.device)
         grad = partial(torch.autograd.grad, allow_unused=True, materialize_grads=True)
-        with torch.enable_grad():
+        with torch.enable_grad(), without_fused_rnn(self.model):
             grads = grad(self.loss(batch, forward), self.params, create_graph=True)
 
         def times_hessian(v_P: Tensor) -> Tensor:
@@ -207,13 +232,46 @@ class Task:
             span.view(out_P).copy_(tensor)
 
     def start(self) -> tuple[Tensor, Tensor]:
-        """Return a copy of the current model: its vector, and its integer buffers."""
-        return self.x_N.clone(), read_ints(self.model, self.layout)
+        """Return a copy of the current model where it is summed: its vector, and its integer buffers on the host."""
+        return self.x_N.to(self.sums_device, copy=True), read_ints(self.model, self.layout).to(CPU)
 
     def load(self, model_N: Tensor, ints: Tensor) -> None:
         """Load parameters and buffers into the model."""
         self.x_N.copy_(model_N)
-        write_ints(self.model, self.layout, ints)
+        write_ints(self.model, self.layout, upload(ints, self.device))
+
+    def fetch(self, state: Global) -> tuple[Tensor, Mapping[str, Tensor], Tensor]:
+        """Return the model, the shared vectors and the integer buffers that the clients of a round start from, on this
+        device: copied once per round if they are elsewhere."""
+        if self.device == self.sums_device:
+            return state.model_N, state.shared, state.ints
+        for name, vector_N in {"": state.model_N, **state.shared}.items():
+            if name not in self.fetched:
+                self.fetched[name] = torch.empty_like(vector_N, device=self.device)
+            self.fetched[name].copy_(vector_N)
+        shared = {name: self.fetched[name] for name in state.shared}
+        return self.fetched[""], shared, state.ints.to(self.device)
+
+    def deliver(self, cid: int, loss_sum: Tensor, samples: int, ints: Tensor, result: LocalResult) -> Delivery:
+        """Return a client's update on its way to where it is summed. If that is here, nothing is copied."""
+        if self.device == self.sums_device:
+            return Delivery(lambda: Update(cid, self.delta_N, ints.to(CPU), float(loss_sum) / samples, result))
+        tensors = {"delta": self.delta_N, "loss": loss_sum, "ints": ints}
+        tensors |= {f"sends.{name}": vector_P for name, vector_P in result.sends.items()}
+        tensors |= {f"keeps.{name}": vector_P for name, vector_P in result.keeps.items()}
+        wait = None if self.download is None else self.download.start(tensors)
+
+        def update() -> Update:
+            found = {name: x.to(CPU) for name, x in tensors.items()} if wait is None else wait()
+            brought = replace(
+                result,
+                delta_P=found["delta"][: self.layout.params],
+                sends={name: found[f"sends.{name}"] for name in result.sends},
+                keeps={name: found[f"keeps.{name}"] for name in result.keeps},
+            )
+            return Update(cid, found["delta"], found["ints"], float(found["loss"]) / samples, brought)
+
+        return Delivery(update, late=wait is not None)
 
     def job(self, start: Start) -> ModelJob:
         """Return a client's job. There is one model per rank, so a new job invalidates the previous one."""
@@ -240,7 +298,7 @@ class Task:
         self.load(model_N, ints)  # per block: training moves buffers, and blocks must not depend on each other
         self.model.train()
         self.gradient(Batch(self.meta[block], torch_seed(self.seed, "meta", round, block.start)))
-        return self.grad_P
+        return self.grad_P.to(self.sums_device)
 
     def score(
         self, blocks: Sequence[slice], by_class: bool = False, metrics: Mapping[str, Total] | None = None
@@ -280,11 +338,3 @@ def choose_tests(available: int, wanted: int | None) -> Tensor:
     if wanted is None or wanted >= available:
         return torch.arange(available)
     return torch.from_numpy(np.sort(generator(0, "tests").choice(available, wanted, replace=False)))
-
-
-def seed_layers(device: torch.device, seed: int) -> None:
-    """Seed the random draws of layers. (`torch.manual_seed` seeds every device, and takes 60 times as long.)"""
-    if device.type == "cuda":
-        torch.cuda.manual_seed(seed)
-    else:
-        torch.default_generator.manual_seed(seed)

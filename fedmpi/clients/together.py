@@ -27,6 +27,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from ..device import make_current, upload
 from ..errors import UserError, one_line
 from ..flat import Span
 from .feed import Batch, Pair
@@ -146,8 +147,8 @@ class Together(Task):
         """Write the gradients of several clients' mean losses to their rows and update their buffers; return the
         losses."""
         whole, params, spans = len(rows) == len(self.seats), self.layout.params, self.layout.spans
-        index = torch.tensor(rows, device=self.device)
-        x_kN = self.x_KN if whole else self.x_KN[index]
+        index = None if whole else upload(torch.tensor(rows), self.device)
+        x_kN = self.x_KN if index is None else self.x_KN[index]
         grad_kP = self.grad_KP if whole else torch.empty_like(self.grad_KP[: len(rows)])
         tensors = {span.name: each_row(span, x_kN).clone(memory_format=torch.contiguous_format) for span in spans}
         trained = [tensors[span.name].requires_grad_() for span in spans if span.start < params]
@@ -167,7 +168,7 @@ class Together(Task):
             each_row(span, grad_kP).copy_(grad)
         for span in spans[len(trained) :]:  # buffers, updated by the forward pass
             each_row(span, x_kN).copy_(tensors[span.name])
-        if not whole:
+        if index is not None:
             self.grad_KP[index] = grad_kP
             self.x_KN[index, params:] = x_kN[:, params:]
         for name, stack in ints.items():
@@ -210,8 +211,7 @@ class Seat(Task):
         """Assign a client to this seat and prepare its training."""
 
         def work() -> Any:
-            if self.device.type == "cuda":
-                torch.cuda.set_device(self.device)  # per thread, like the grad mode
+            make_current(self.device)  # per thread, like the grad mode
             with torch.no_grad():
                 return train(self, cid)
 

@@ -29,10 +29,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
-import torch
-
 from ..comm.env import STORE, TORCH, Place, find_place, rendezvous
 from ..comm.leftovers import MEMORY, in_use, sweep
+from ..device import survives_fork
 from ..errors import AGAIN, UserError, complain, exit_code
 from ..runs.config import Launch
 from ..runs.options import parse
@@ -140,7 +139,7 @@ def blocked_signals() -> Iterator[None]:
 
 def start(own: dict[str, str], arguments: list[str]) -> int:
     """Start a rank, by a fork or, with CUDA, as a new interpreter; return its process id."""
-    if torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+    if not survives_fork():
         command = [sys.executable, "-m", "fedmpi", "train", *arguments]
         process = subprocess.Popen(command, env=os.environ | own, stdin=subprocess.DEVNULL, preexec_fn=stand_alone)
         process.returncode = 0  # `Ranks` waits for it

@@ -35,7 +35,7 @@ from importlib import metadata
 from pathlib import Path
 
 from fedmpi import __version__
-from fedmpi.errors import UserError, unknown
+from fedmpi.errors import UserError
 
 Env = Mapping[str, str]
 
@@ -141,23 +141,15 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def choose_device(place: Place, want: str, cuda_devices: int) -> str:
-    """Return the torch device of this rank, "cpu" or "cuda:N", for "auto", "cpu", "cuda" or "cuda:N". The ranks of a
-    node use the visible devices in turn; if Slurm shows each task only its own, every rank uses device 0."""
-    match = re.fullmatch(r"auto|cpu|cuda(?::(\d+))?", want)
-    if match is None:
-        raise unknown("device", want, ("auto", "cpu", "cuda", "cuda:N"))
-    if want == "cpu" or (want == "auto" and cuda_devices == 0):
-        return "cpu"
-    number = int(match[1]) if match[1] else place.local_rank % max(cuda_devices, 1)
-    if number >= cuda_devices:
-        there = f"{cuda_devices} CUDA devices are visible, numbered from 0"
-        raise UserError(f"device '{want}' but {there}: use 'auto', or check CUDA_VISIBLE_DEVICES")
-    return f"cuda:{number}"
-
-
-def describe(place: Place, environ: Env, threads: int, device: str, folder: Path | str = ".") -> dict[str, object]:
-    """Return the record for environment.json: versions, machine, place, job, and the commit of `folder`."""
+def describe(
+    place: Place,
+    environ: Env,
+    threads: int,
+    device: str,
+    folder: Path | str = ".",
+    accelerator: Mapping[str, object] | None = None,
+) -> dict[str, object]:
+    """Return the record for environment.json: versions, machine, place, accelerator, job, commit of `folder`."""
     packages = ("torch", "torchvision", "numpy", "mpi4py", "submitit", "safetensors")
     return {
         "versions": {"fedmpi": __version__, "python": platform.python_version()} | {p: _version(p) for p in packages},
@@ -169,6 +161,7 @@ def describe(place: Place, environ: Env, threads: int, device: str, folder: Path
         **{name: value for name, value in asdict(place).items() if name != "cores"},
         "threads": threads,
         "device": device,
+        **({"accelerator": accelerator} if accelerator else {}),
         "commit": commit(folder),
         "job": {name: environ[name] for name in RECORDED if name in environ},
     }

@@ -1,9 +1,8 @@
 """The MPI transport, over mpi4py: any MPI library with its own launcher.
 
 Rows are non-blocking sends and receives, the small operations non-blocking collectives, so that a waiting rank can
-check its timeout: MPI itself has none. CPU tensors are passed without a copy; anything that numpy cannot view (a CUDA
-tensor) goes through a staging buffer in host memory. bfloat16 is sent as int16 and never summed here: MPI has no such
-type, and Open MPI silently sums it to garbage.
+check its timeout: MPI itself has none. Tensors are on the host, and passed without a copy. bfloat16 is sent as int16
+and never summed here: MPI has no such type, and Open MPI silently sums it to garbage.
 
 After a timeout each rank sends a byte to all others and listens for a few seconds: a silent rank is missing.
 """
@@ -12,8 +11,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -49,30 +47,16 @@ def import_world(place: Place) -> MPI.Comm:
     return world
 
 
-def host_view(x: Tensor) -> Tensor:
-    """Return x itself if numpy can view it, else a copy in host memory."""
+def bits(x: Tensor) -> Any:
+    """Return a view of x as an array that MPI can send: bfloat16 as int16 with the same bits."""
+    return (x.view(torch.int16) if x.dtype == torch.bfloat16 else x).detach().numpy()
+
+
+def numbers(x: Tensor) -> Any:
+    """Return a view of x as an array that MPI can sum."""
     if x.dtype == torch.bfloat16:
         raise UserError("bfloat16 cannot be summed over MPI, which has no such type; use float32 or --comm torch")
-    return x.detach() if x.device.type == "cpu" and x.is_contiguous() else x.detach().cpu().contiguous()
-
-
-def bits(x: Tensor) -> Tensor:
-    """Return x in a type that MPI can send: bfloat16 as int16 with the same bits."""
-    return x.view(torch.int16) if x.dtype == torch.bfloat16 else x
-
-
-@contextmanager
-def staged(x: Tensor) -> Iterator[Any]:
-    """Yield x as a numpy array, and copy the array back after the block if it is not x's own memory."""
-    here = host_view(x)
-    yield here.numpy()
-    copy_back(x, here)
-
-
-def copy_back(x: Tensor, here: Tensor) -> None:
-    """Copy a staging buffer to x, unless it is a view of x."""
-    if here.data_ptr() != x.data_ptr():
-        x.copy_(here)
+    return x.detach().numpy()
 
 
 class MpiComm(Comm):
@@ -114,25 +98,15 @@ class MpiComm(Comm):
         return f"rank {which} of {self.size} did not answer: hung for longer than the timeout of {self.timeout:g} s"
 
     def _start(self, send: Mapping[int, Tensor], recv: Mapping[int, Tensor]) -> Wait:
-        recv = {source: bits(x) for source, x in recv.items()}
-        here = {source: host_view(x) for source, x in recv.items()}
-        requests = [self.line.Irecv(x.numpy(), source) for source, x in here.items()]
-        requests += [self.line.Isend(host_view(bits(x)).numpy(), to) for to, x in send.items()]
-
-        def wait() -> None:
-            self.finish(requests)
-            for source, x in recv.items():
-                copy_back(x, here[source])
-
-        return wait
+        requests = [self.line.Irecv(bits(x), source) for source, x in recv.items()]
+        requests += [self.line.Isend(bits(x), to) for to, x in send.items()]
+        return lambda: self.finish(requests)
 
     def _sum(self, x: Tensor) -> None:
-        with staged(x) as array:
-            self.finish([self.line.Iallreduce(self.MPI.IN_PLACE, array)])
+        self.finish([self.line.Iallreduce(self.MPI.IN_PLACE, numbers(x))])
 
     def _broadcast(self, x: Tensor, root: int) -> None:
-        with staged(x) as array:
-            self.finish([self.line.Ibcast(array, root)])
+        self.finish([self.line.Ibcast(numbers(x), root)])
 
     def barrier(self) -> None:
         self.finish([self.line.Ibarrier()])

@@ -36,15 +36,18 @@ class SoloComm(Comm):
     def barrier(self) -> None: ...
 
 
-def pick(which: str, place: Place) -> str:
-    """Return the transport to use: as requested; for auto: solo for one rank, mpi under an MPI launcher, else torch."""
+def pick(which: str, place: Place, device: str = "cpu") -> str:
+    """Return the transport to use for sums on a type of device: as requested; for auto: solo for one rank, mpi under an
+    MPI launcher if the sums are on the host, else torch."""
     if which not in TRANSPORTS:
         raise unknown("transport (--comm)", which, TRANSPORTS)
+    if which == "mpi" and device != "cpu":
+        raise UserError("--comm is mpi, which sums on the host, but --sums is device; use --sums host or --comm torch")
     if which == "mpi":
         return "mpi"
     if place.size == 1:
         return "solo"
-    return "mpi" if which == "auto" and place.launcher == "mpi" else "torch"
+    return "mpi" if which == "auto" and place.launcher == "mpi" and device == "cpu" else "torch"
 
 
 def agree_early(place: Place, over_mpi: bool, find: Callable[[], T]) -> T:
@@ -69,7 +72,7 @@ def agree_early(place: Place, over_mpi: bool, find: Callable[[], T]) -> T:
 def connect(which: str, place: Place, device: torch.device, timeout: float, environ: Mapping[str, str]) -> Comm:
     """Connect this rank over the transport `which` (auto, torch, mpi). Ranks of one node share memory only after
     `share_node`. Collective: returns when every rank has called."""
-    transport = pick(which, place)
+    transport = pick(which, place, device.type)
     if transport == "solo":
         return SoloComm()
     if transport == "mpi":

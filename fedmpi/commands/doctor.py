@@ -24,13 +24,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .. import __version__
 from ..comm import Comm, connect, pick, share_node, tell_all
-from ..comm.env import Place, available_cores, choose_device, describe, find_place, rendezvous, threads_per_rank
+from ..comm.env import Place, available_cores, describe, find_place, rendezvous, threads_per_rank
 from ..comm.leftovers import MEMORY, leftovers
 from ..comm.torch import backends
 from ..data.store import cache_folder
+from ..device import CPU, accelerator, choose, count, device_of, identity, kind_of, sums_device, takes_turns
+from ..device import set_up as set_up_device
 from ..errors import RunError, UserError, one_line
 from ..plugins.knobs import knob
 from ..plugins.torchvision import torchvision_build, torchvision_trouble
@@ -58,6 +61,8 @@ class DoctorOptions:
     """Transport: torch (gloo, nccl), mpi, or auto (by the launcher)."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
+    sums: str = knob("auto", choices=("auto", "host", "device"))
+    """Where the sums of a round are: host, device (NCCL, one rank per GPU), or auto: the host."""
     threads: int | None = knob(None, low=1, high=256)
     """Threads per rank. Default: the node's cores divided by its ranks."""
     timeout: float = knob(60.0, low=0, open_low=True, high=1e6)
@@ -66,6 +71,11 @@ class DoctorOptions:
     """Run folder, or the folder of run folders, whose disk is checked."""
     json: bool = flag()
     """Print one JSON object per line."""
+    gpu: bool = flag()
+    """Also check each rank's GPU: its sums and training to the bit, its speed, and what happens out of memory. Takes
+    minutes."""
+    gpu_out: str = "gpu.json"
+    """File that --gpu writes all of its measurements to."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +93,9 @@ def main(arguments: list[str]) -> int:
     options = read_options(DoctorOptions, arguments, "doctor", ABOUT, notes=NOTES)
     anywhere = Place("alone", 0, 1, 0, 1)
     pick(options.comm, anywhere)
-    choose_device(anywhere, options.device, cuda_devices=sys.maxsize)
+    choose(0, options.device, accelerator() or "cuda", devices=sys.maxsize)
+    if options.gpu:
+        check_wish(options)
     try:
         place = find_place(os.environ)
     except UserError as error:  # the rank is unknown, so every process prints it
@@ -94,6 +106,17 @@ def main(arguments: list[str]) -> int:
         return examine(place, options)
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+def check_wish(options: DoctorOptions) -> None:
+    """Refuse --gpu if there is no accelerator to check, or no place for its measurements."""
+    if options.device == "cpu" or not accelerator():
+        why = "--device is cpu" if options.device == "cpu" else "torch sees none on this machine"
+        fix = "start it where there is one, with a torch that is built for it ('fedmpi doctor' shows that), or leave "
+        raise UserError(f"--gpu checks accelerators, but {why}; {fix}--gpu out")
+    folder = Path(options.gpu_out).expanduser().absolute().parent
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UserError(f"--gpu_out is {options.gpu_out}, whose folder cannot be written to; give another path")
 
 
 def examine(place: Place, options: DoctorOptions) -> int:
@@ -117,10 +140,16 @@ def examine(place: Place, options: DoctorOptions) -> int:
             end_after(limit)
             if place.size > 1:
                 add([Finding(OK, "connect", f"connecting {place.size} ranks, for at most {limit:g} s")])
-            device = torch.device(choose_device(place, options.device, torch.cuda.device_count()))
-            comm = connect(options.comm, place, device, options.timeout, os.environ)
+            device = device_of(place.local_rank, options.device)
+            sums_on = sums_device(device, options.sums)
+            comm = connect(options.comm, place, sums_on, options.timeout, os.environ)
             end_after(limit)
-            add(try_collectives(comm, place, device))
+            add(try_collectives(comm, place, device, sums_on))
+            if options.gpu:
+                from .gpu import check as check_gpu
+
+                add(check_gpu(comm, place, device, options))
+                end_after(limit)
             texts = tell_all(comm, json.dumps([astuple(finding) for finding in findings]))
             everyone = [[Finding(*row) for row in json.loads(text)] for text in texts]
             comm.barrier()
@@ -131,12 +160,14 @@ def examine(place: Place, options: DoctorOptions) -> int:
         for finding in findings:
             if place.rank and finding.level == FAIL:
                 print(rendered(finding, False, [place.rank]), flush=True, file=sys.stderr)
+        print_block([findings], place, options)
         if comm is not None and place.size > 1:
             comm.abort(1)
         return 1
     if place.rank == 0:
         for finding, ranks in of_others(everyone).items():
             print(rendered(finding, options.json, ranks), flush=True)
+    print_block(everyone, place, options)
     comm.close()
     return 1 if any(finding.level == FAIL for found in everyone for finding in found) else 0
 
@@ -191,7 +222,7 @@ def mpi(place: Place, options: DoctorOptions) -> Iterator[Finding]:
     if done.returncode == 0:
         yield Finding(OK, "mpi", f"{one_line(library)}, mpi4py {metadata.version('mpi4py')}")
     else:
-        needed = pick(options.comm, place) == "mpi"
+        needed = transport(place, options) == "mpi"
         fix = "pip install mpi4py mpich, or load your cluster's MPI module; or use --comm torch"
         yield Finding(FAIL if needed else ABSENT, "mpi", f"not usable: {last_line(done)}", fix)
 
@@ -233,7 +264,7 @@ def disk(place: Place, options: DoctorOptions) -> Iterator[Finding]:
 def launcher(place: Place, options: DoctorOptions) -> Iterator[Finding]:
     """Check who launched this process, and the transport that follows."""
     ranks = f"rank {place.rank} of {place.size}, {place.local_size} on this node" if place.size > 1 else "one rank"
-    yield Finding(OK, "launcher", f"{place.launcher}: {ranks}; transport {pick(options.comm, place)}")
+    yield Finding(OK, "launcher", f"{place.launcher}: {ranks}; transport {transport(place, options)}")
     if place.launcher == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         text = "torchrun's agent listens on all interfaces and, unless --rdzv-backend is static, unpickles what it "
         text += "finds there: whoever reaches its port can run commands as you"
@@ -242,12 +273,20 @@ def launcher(place: Place, options: DoctorOptions) -> Iterator[Finding]:
 
 
 def devices(place: Place, options: DoctorOptions) -> Iterator[Finding]:
-    """Check the device and the threads of this rank."""
-    cuda, cores = torch.cuda.device_count(), available_cores()
-    device = choose_device(place, options.device, cuda)
+    """Check the device and the threads of this rank. Which ranks share a device is known once they are connected."""
+    devices, cores = count(), available_cores()
+    device = device_of(place.local_rank, options.device)
+    sums_device(device, options.sums)
+    try:
+        set_up_device(device, deterministic=True)
+        torch.ones(1, device=device)
+    except RuntimeError as error:
+        fix = "check what its driver tells (nvidia-smi): memory in use, compute mode; or use --device cpu"
+        yield Finding(FAIL, "devices", f"{device} cannot be used: {one_line(error)}", fix)
+        return
     each = threads_per_rank(place, options.threads, cores)
     torch.set_num_threads(each)
-    text = f"{device} (of {plural(cuda, 'CUDA device')}); {plural(cores, 'core')} for "
+    text = f"{device} (of {plural(devices, 'accelerator')}); {plural(cores, 'core')} for "
     text += f"{plural(place.local_size, 'rank')} of this node, {plural(each, 'thread')} each"
     if place.cores is None and each * place.local_size > cores:
         fix = f"start at most {cores} ranks per node with --threads 1, or request more cores"
@@ -260,7 +299,7 @@ def network(place: Place, options: DoctorOptions) -> Iterator[Finding]:
     """Check the names that torch's ranks connect by: a run would retry until its timeout."""
     name = socket.gethostname()
     addresses = resolve(name)
-    over_torch = pick(options.comm, place) == "torch"
+    over_torch = transport(place, options) == "torch"
     meeting = rendezvous(place, os.environ) if over_torch else None
     if meeting is not None and not resolve(meeting[0]):
         fix = "set MASTER_ADDR to a name or address of the first node that every node can resolve"
@@ -273,6 +312,15 @@ def network(place: Place, options: DoctorOptions) -> Iterator[Finding]:
         yield Finding(WARN, "network", f"host name {name} is {addresses[0]}, which other nodes do not reach", fix)
     else:
         yield Finding(OK, "network", f"{name} is {addresses[0]}")
+
+
+def transport(place: Place, options: DoctorOptions) -> str:
+    """Return the transport of a run; that of a CPU if there is no such device, which `devices` reports."""
+    try:
+        kind = sums_device(device_of(place.local_rank, options.device), options.sums).type
+    except UserError:
+        kind = "cpu"
+    return pick(options.comm, place, kind)
 
 
 NODE_CHECKS: tuple[Check, ...] = (versions, mpi, slurm, disk)
@@ -310,19 +358,22 @@ def last_line(done: subprocess.CompletedProcess[str]) -> str:
 # The connection between ranks
 
 
-def try_collectives(comm: Comm, place: Place, device: torch.device) -> Iterator[Finding]:
-    """Try every collective on known numbers, over the transport and through shared memory. Collective."""
+def try_collectives(comm: Comm, place: Place, device: torch.device, sums_on: torch.device) -> Iterator[Finding]:
+    """Try every collective on known numbers where the sums of a run are, over the transport and through shared memory.
+    Collective."""
     if comm.size == 1:
         yield Finding(OK, "ranks", "one rank: nothing to connect")
         return
-    wrong = wrong_verbs(comm)
+    wrong = wrong_verbs(comm, sums_on)
     x = torch.ones(1 << 20)
     comm.barrier()
     started = time.perf_counter()
     comm.sum(x)
     took = 1000 * (time.perf_counter() - started)
-    yield Finding(OK, "ranks", f"{comm.size} ranks met over {comm.name}; a sum of 4 MB takes {took:.1f} ms")
-    if device.type == "cpu":
+    tried = "on the host" if sums_on == CPU else f"on {sums_on}"
+    text = f"{comm.size} ranks met over {comm.name}, and tried collectives {tried}; a sum of 4 MB takes {took:.1f} ms"
+    yield Finding(OK, "ranks", text)
+    if sums_on == CPU:
         share_node(comm)
         wrong += [f"{verb} through shared memory" for verb in wrong_verbs(comm)]
         if comm.node is not None and comm.node.refused:
@@ -331,39 +382,107 @@ def try_collectives(comm: Comm, place: Place, device: torch.device) -> Iterator[
         elif comm.node is not None and len(comm.node.ranks) > 1:
             yield Finding(OK, "ranks", "the ranks of a node share memory")
     if wrong:
-        fix = "this transport corrupts numbers: use another (--comm) and report it to its maintainers"
+        fix = "this transport corrupts numbers: use another (--comm, --sums) and report it to its maintainers"
         yield Finding(FAIL, "ranks", f"wrong results: {', '.join(wrong)}", fix)
+    yield from shared_devices(comm, device)
     about: dict[str, Any] = describe(place, os.environ, torch.get_num_threads(), str(device))
-    mine = {"processor": about["processor"], "threads": about["threads"]} | about["versions"]
+    mine = {"processor": about["processor"], "threads": about["threads"], "device": kind_of(device)} | about["versions"]
     first = json.loads(tell_all(comm, json.dumps(mine))[0])
     other = [f"{name} {mine[name]}, but rank 0 has {first[name]}" for name in mine if mine[name] != first[name]]
     if other:
-        fix = "start every rank in the same environment; equal bits also need equal processors and threads"
+        fix = "start every rank in the same environment; equal bits also need equal processors, devices and threads"
         yield Finding(FAIL if mine["fedmpi"] != first["fedmpi"] else WARN, "ranks", "; ".join(other), fix)
 
 
-def wrong_verbs(comm: Comm) -> list[str]:
-    """Return the collectives that gave a wrong result on this rank. Collective."""
-    me, size, length = comm.rank, comm.size, 1000
+def shared_devices(comm: Comm, device: torch.device) -> Iterator[Finding]:
+    """Check which ranks share an accelerator; with --sums device, connecting has refused that. Collective."""
+    ranks: dict[str, list[int]] = {}
+    for rank, uuid in enumerate(tell_all(comm, identity(device))):
+        if uuid:
+            ranks.setdefault(uuid, []).append(rank)
+    shared = [f"ranks {', '.join(map(str, some))} share one" for some in ranks.values() if len(some) > 1]
+    text = f"{plural(sum(map(len, ranks.values())), 'rank')} on {plural(len(ranks), 'accelerator')}"
+    if shared and takes_turns(device):
+        fix = "start NVIDIA's MPS, which lets their kernels overlap: nvidia-cuda-mps-control -d; or a rank per GPU"
+        yield Finding(WARN, "devices", f"{text}: {'; '.join(shared)}, and take turns on it", fix)
+    elif ranks:
+        yield Finding(OK, "devices", ": ".join([text, *(["; ".join(shared)] if shared else [])]))
+
+
+TYPES = (torch.int8, torch.int32, torch.int64, torch.float32, torch.bfloat16)  # that rows of sums have
+BUCKETS = {"": [slice(0, 1024)], ", unaligned": [slice(0, 333), slice(333, 1001)]}
+
+
+def wrong_verbs(comm: Comm, device: torch.device = CPU) -> list[str]:
+    """Return the collectives that gave a wrong result on this rank, on a device: in every type that they move, in one
+    aligned bucket and in buckets that begin anywhere. Collective."""
     right: dict[str, bool] = {}
-    counts = torch.arange(length) * 2**40 + me
-    comm.sum(counts)
-    right["sum"] = torch.equal(counts, torch.arange(length) * 2**40 * size + size * (size - 1) // 2)
-    rows = comm.rows(length, torch.int64)
-    for rank in range(size):
-        rows.mine[rank].fill_(2**40 * me + rank)
-    comm.exchange(rows)
-    right["exchange"] = all(bool((rows.theirs[rank] == 2**40 * rank + me).all()) for rank in range(size))
-    comm.barrier()
-    whole = comm.vector(length)
-    whole.view(size, -1)[me].fill_(me + 1)
-    comm.gather(whole)
-    right["gather"] = torch.equal(whole, torch.arange(1.0, size + 1).repeat_interleave(length))
-    comm.barrier()
-    word = torch.full((length,), float(me))
-    comm.broadcast(word, root=size - 1)
-    right["broadcast"] = bool((word == size - 1).all())
+    for on in dict.fromkeys((CPU, device)):  # small records are on the host in any case
+        right |= {f"{verb}{where(on)}": good for verb, good in try_small(comm, on).items()}
+    for how, buckets in BUCKETS.items():
+        for dtype in TYPES:
+            name = str(dtype).removeprefix("torch.")
+            right[f"exchange of {name}{how}{where(device)}"] = try_exchange(comm, dtype, buckets, device)
+        right |= {f"{verb}{how}{where(device)}": good for verb, good in try_gather(comm, buckets, device).items()}
     return [verb for verb, good in right.items() if not good]
+
+
+def where(device: torch.device) -> str:
+    """Return where a collective was tried, to be added to its name."""
+    return "" if device == CPU else f" on {device.type}"
+
+
+def try_small(comm: Comm, device: torch.device) -> dict[str, bool]:
+    """Return whether a sum of counts and a broadcast are right. Collective."""
+    me, size, length = comm.rank, comm.size, 1001
+    counts = (torch.arange(length) * 2**40 + me).to(device)
+    comm.sum(counts)
+    word = torch.full((length,), float(me), device=device)
+    comm.broadcast(word, root=size - 1)
+    return {
+        "sum": torch.equal(counts.to(CPU), torch.arange(length) * 2**40 * size + size * (size - 1) // 2),
+        "broadcast": bool((word == size - 1).all()),
+    }
+
+
+def try_exchange(comm: Comm, dtype: torch.dtype, buckets: Sequence[slice], device: torch.device) -> bool:
+    """Return whether every other rank's row for this rank arrives, bit by bit. Collective."""
+    me, size, length = comm.rank, comm.size, buckets[-1].stop
+    rows = comm.rows(length, dtype, device)
+    for rank in range(size):
+        rows.mine[rank].copy_(random_bits(dtype, length, me * size + rank))
+    arrived = [
+        torch.equal(rows.theirs[rank][bucket].to(CPU).view(torch.int8), expected[bucket].view(torch.int8))
+        for bucket in comm.stream([rows], buckets)
+        for rank, expected in enumerate(random_bits(dtype, length, rank * size + me) for rank in range(size))
+    ]
+    comm.barrier()
+    return all(arrived)
+
+
+def try_gather(comm: Comm, buckets: Sequence[slice], device: torch.device) -> dict[str, bool]:
+    """Return whether every rank's slice arrives, and updates of it in bf16. Collective."""
+    me, length = comm.rank, buckets[-1].stop
+    whole = comm.vector(length, device)
+    expected = torch.arange(1.0, comm.size + 1).repeat_interleave(length)
+    comm.own(whole).fill_(me + 1)
+    comm.gather(whole, [comm.start_gather(whole, bucket) for bucket in buckets])
+    right = {"gather": torch.equal(whole.to(CPU), expected)}
+    comm.barrier()
+    update = comm.update(whole, torch.bfloat16)
+    if update is not None:
+        update.mine_S.fill_(0.5)
+        comm.own(whole).add_(0.5)
+        comm.gather(whole, [comm.start_gather(whole, bucket, update) for bucket in buckets])
+        right["gather of bf16"] = torch.equal(whole.to(CPU), expected + 0.5)
+        comm.barrier()
+    return right
+
+
+def random_bits(dtype: torch.dtype, length: int, seed: int) -> Tensor:
+    """Return elements of random bits, the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-128, 128, (length * dtype.itemsize,), dtype=torch.int8, generator=generator).view(dtype)
 
 
 # The report
@@ -377,6 +496,14 @@ def of_others(everyone: list[list[Finding]]) -> dict[Finding, list[int]]:
             if finding.level in (WARN, FAIL) and finding not in everyone[0]:
                 ranks.setdefault(finding, []).append(rank)
     return ranks
+
+
+def print_block(everyone: list[list[Finding]], place: Place, options: DoctorOptions) -> None:
+    """Print what --gpu has found, to be pasted into an issue, on rank 0."""
+    if options.gpu and not options.json and place.rank == 0:
+        from .gpu import block
+
+        print(block(everyone, place.size), flush=True)
 
 
 def rendered(finding: Finding, as_json: bool, ranks: Sequence[int] = ()) -> str:

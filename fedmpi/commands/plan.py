@@ -126,7 +126,7 @@ class Blueprint:
     """Clients on the meta device, which has no memory. They never train."""
 
     def __init__(self, task: Task, ranks: int) -> None:
-        self.layout, self.sizes, self.meta_size, self.device = task.layout, task.sizes, task.meta_size, META
+        self.layout, self.sizes, self.meta_size, self.sums_device = task.layout, task.sizes, task.meta_size, META
         self.length = task.layout.padded(ranks)
         self.ints = task.start()[1]
 
@@ -260,7 +260,7 @@ def try_step(spec: RunSpec, task: Task, plan: Plan) -> int:
 
     def train(place: Trainer, cid: int) -> ClientUpdate:
         job = place.job(Start(state.model_N, state.ints, 1, cid, work, state.shared, state.memory.read(cid)))
-        return job.finish(algorithm.local(job))
+        return job.deliver(algorithm.local(job))()
 
     together = min(cfg.step.together, cfg.cohort)
     for _ in task.each(np.argsort(task.partition.sizes)[-together:].tolist(), train):
@@ -310,7 +310,7 @@ def forecast(
     nodes = nodes_of(ranks, ranks_per_node)
     cfg, algorithm, layout, plan = spec.cfg, spec.algorithm, task.layout, plan_of(spec)
     local, keeps = len(nodes[0]), algorithm.local.keeps
-    shares = not (cfg.device.startswith("cuda") or (cfg.device == "auto" and torch.cuda.is_available()))
+    shares = cfg.sums != "device"
     sizes = task.partition.sizes
     rounds = range(1, min(cfg.rounds, DRAWN) + 1)
     cohorts = [draw(cfg.seed, t, sizes, cfg.cohort, ranks, plan.work, at_home=bool(keeps)) for t in rounds]

@@ -1,6 +1,6 @@
 """Knobs: fields of frozen dataclasses that carry their bounds and choices next to their defaults.
 
-A rule's knobs are declared once (`builtin.py`, or a plug-in's module); `option_field` turns such a field into the field
+A rule's knobs are declared once (`fedmpi/knobs.py`, or a plug-in's module); `option` turns such a field into the field
 of the configuration that a user sets, `handed_over` turns the configured values back into the rule's knobs.
 """
 

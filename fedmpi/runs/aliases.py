@@ -72,7 +72,7 @@ HINTS: dict[str, str] = {
     "noniid": "write --split classes or --split dirichlet --skew.alpha 0.1",
     "backend": "--comm is the transport (torch or mpi); torch takes gloo on a CPU and NCCL on a GPU",
     "gpu": "write --device cuda or --device cuda:N",
-    "gpus": "write --device cuda; a rank has one GPU, so start as many ranks as there are GPUs",
+    "gpus": "write --ranks auto for a rank on each GPU, or --ranks_per_gpu N",
     "cuda": "write --device cuda or --device cuda:N",
     "wandb": "write --log_to wandb",
     "mlflow": "write --log_to mlflow",

@@ -44,6 +44,7 @@ from ..data import (
 )
 from ..data.objective import check_outputs, try_objective
 from ..data.splits import SplitSpec
+from ..device import free_bytes, records_graphs, sums_device
 from ..errors import RunError, UserError, one_line, unknown
 from ..local import LocalKnobs, make_local
 from ..local.memory import Memory
@@ -302,6 +303,8 @@ def make_task(
     try_model(model, name, data, samples, device)
     at_once = min(cfg.step.together, cfg.cohort)
     make = partial(Together, clients=at_once) if at_once > 1 else Task
+    if cfg.step.graphs and not records_graphs(device):
+        raise UserError(f"--step.graphs is true, but {device.type} records no graphs; leave it out")
     task = make(
         model,
         data,
@@ -314,11 +317,21 @@ def make_task(
         workers=cfg.workers,
         tests=cfg.eval.samples,
         mode=Mode(cfg.step.precision, cfg.step.compile),
+        sums_device=sums_device(device, cfg.sums),
+        data_on_host=cfg.data_on == "host" or (cfg.data_on == "auto" and not fits(data, device)),
+        drop_out_of_memory=cfg.step.out_of_memory == "drop",
+        graphs=cfg.step.graphs,
     )
     try_mode(task, name, samples, min(cfg.local.batch, int(partition.sizes.max())))
     if isinstance(task, Together):
         task.check(name, samples)
     return replace(spec, cfg=cfg), task
+
+
+def fits(data: Data, device: torch.device) -> bool:
+    """Return whether a data set takes at most half of a device's free memory."""
+    size = sum(x.nbytes for x in vars(data).values() if isinstance(x, Tensor))
+    return size <= free_bytes(device) / 2
 
 
 def few_samples(data: Data) -> tuple[Tensor, Tensor]:

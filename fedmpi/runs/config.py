@@ -18,7 +18,7 @@ from ..knobs import LocalKnobs, MaskKnobs, ServerKnobs
 from ..plugins.knobs import check_bounds, knob, options
 
 FREE: tuple[str, ...] = ("out", "comm", "timeout", "workers", "log_to", "resume", "max_minutes", "data_root")
-FREE += ("evaluate", "memory.", "checkpoint.", "quiet", "verbose")
+FREE += ("sums", "data_on", "step.out_of_memory", "evaluate", "memory.", "checkpoint.", "quiet", "verbose")
 FREE += ("step.layout",)  # its outcome is in the fingerprint of the model; what was asked for may be 'auto'
 """knobs, and the beginnings of groups of them, that do not touch what is trained, or are compared otherwise"""
 
@@ -88,10 +88,17 @@ class Step:
 
     layout: str = knob("auto", choices=("auto", "contiguous", "channels_last"))
     """Memory layout of images and convolutions: contiguous, channels_last, or auto (the model's own)."""
-    precision: str = knob("float32", choices=("float32", "bf16"))
-    """float32, or bf16: forward and backward under autocast; parameters stay float32."""
+    precision: str = knob("float32", choices=("float32", "tf32", "bf16"))
+    """float32; tf32: matrix products and convolutions in TF32 on an NVIDIA GPU; or bf16: forward and backward under
+    autocast. Parameters stay float32."""
     compile: str = knob("none", choices=("none", "default", "reduce-overhead", "max-autotune"))
     """none, or a mode of torch.compile: default, reduce-overhead (CUDA graphs on a GPU), max-autotune."""
+    graphs: bool = False
+    """Record each step as a CUDA graph and replay it: one launch instead of one per kernel. Needs a model without
+    control flow by values. Has not been run on a GPU yet."""
+    out_of_memory: str = knob("stop", choices=("stop", "drop"))
+    """When a client does not fit the memory of its GPU, even after freeing what is cached: stop the run, or drop the
+    client's update."""
     together: int = knob(1, low=1, high=1024)
     """Clients that a rank trains at once as one stacked model. Above 1 the last bits depend on which clients share
     a rank."""
@@ -228,7 +235,14 @@ class Config(MaskOptions, Chosen):
     threads: int | None = knob(None, low=1, high=256)
     """Threads per rank; the same bits need the same number. Default: the node's cores divided by its ranks."""
     device: str = "auto"
-    """auto, cpu, cuda or cuda:N."""
+    """Where clients train: cpu, cuda, cuda:N (or another type of accelerator), or auto: an accelerator if there is
+    one, which the ranks of a node take in turn."""
+    data_on: str = knob("auto", choices=("auto", "device", "host"))
+    """Where the data set is while clients train on a GPU: in the GPU's memory (device), in the host's, from where each
+    batch is copied, or auto: the GPU's if half of its free memory is enough."""
+    sums: str = knob("auto", choices=("auto", "host", "device"))
+    """Where the model and the sums of a round are: host (any number of ranks may share a GPU), device (NCCL, one rank
+    per GPU), or auto: the host."""
     deterministic: bool = True
     """Use deterministic kernels on a GPU (a CPU is deterministic anyway)."""
     evaluate: str = "none"
@@ -256,7 +270,10 @@ class Launch:
     """Ranks that `fedmpi train` starts by itself: not part of the configuration, so never in config.yaml."""
 
     ranks: int = knob(1, low=1, high=4096)
-    """Ranks to start on this machine; in a Slurm step with one task per node, on each node."""
+    """Ranks to start on this machine; in a Slurm step with one task per node, on each node. auto: a rank for each
+    GPU."""
+    ranks_per_gpu: int | None = knob(None, low=1, high=256)
+    """Ranks to start for each GPU, which share it; implies --ranks auto."""
     max_restarts: int | None = knob(None, low=0, high=1000)
     """Restarts of all --ranks from the newest checkpoint when one dies. Default: 3, or 0 on several nodes, where
     the job is requeued instead."""
@@ -273,6 +290,8 @@ def check(cfg: Config) -> None:
         raise UserError(f"--min_clients is {cfg.min_clients} but only {cfg.cohort} clients train per round; lower it")
     if cfg.quiet and cfg.verbose:
         raise UserError("--quiet and --verbose are both given; choose one")
+    if cfg.step.graphs and (cfg.step.together > 1 or cfg.step.compile != "none"):
+        raise UserError("--step.graphs is true; it records a plain step: leave out --step.together and --step.compile")
     if cfg.step.together > 1 and cfg.step.compile != "none":
         raise UserError(
             f"--step.together is {cfg.step.together} and --step.compile is {cfg.step.compile}; a stacked model is not "

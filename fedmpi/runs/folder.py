@@ -184,11 +184,11 @@ def owner_in_words(out: Path) -> str:
     return f"process {owner['pid']} on {owner['host']}{job}" if {"pid", "host"} <= owner.keys() else "another run"
 
 
-def write(path: Path, content: str | bytes, aside: str = "") -> None:
+def write(path: Path, content: str | bytes, aside: str = "", mode: int = 0o666) -> None:
     """Write a file aside, sync and rename it, so that nobody ever reads half of it. `aside` is a suffix that keeps
-    processes apart which may write it at the same time."""
+    processes apart which may write it at the same time; `mode` are the permissions."""
     temporary = aside_of(path, aside)
-    with open(own_handle(temporary, os.O_WRONLY | os.O_TRUNC), "wb") as file:
+    with open(own_handle(temporary, os.O_WRONLY | os.O_TRUNC, mode), "wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())

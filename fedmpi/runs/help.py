@@ -28,12 +28,12 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "what to train": ("algorithm", "mask", "tau", "sharpness", "mask_options.", "model", "rounds", "seed"),
     "clients": ("clients", "cohort", "min_clients", "local."),
     "server": ("server.", "meta."),
-    "data": ("data", "split", "skew.", "augment", "data_root", "workers"),
+    "data": ("data", "split", "skew.", "augment", "data_root", "data_on", "workers"),
     "run": (
         *("config", "print_config", "out", "resume", "max_minutes", "checkpoint."),
         *("eval.", "evaluate", "log_to", "verbose", "quiet"),
     ),
-    "cluster": ("ranks", "max_restarts", "comm", "device", "threads", "timeout"),
+    "cluster": ("ranks", "ranks_per_gpu", "max_restarts", "comm", "device", "sums", "threads", "timeout"),
     "advanced": ("sum", "wire", "deterministic", "step.", "memory."),
 }
 """title -> options of `train` in this order; 'local.' stands for all options that begin with it"""

@@ -131,12 +131,30 @@ def split_launch(arguments: list[str]) -> tuple[Launch, list[str]]:
             own += itertools.islice(words, 1)
     if not own:
         return Launch(), rest
-    launch = read_options(Launch, own, "train", "")
+    words = iter(own)
+    joined = [word if "=" in word else f"{word}={next(words, '')}" for word in words]
+    numbers = [word for word in joined if word != "--ranks=auto"]
+    launch = read_options(Launch, numbers, "train", "")
+    if len(numbers) < len(joined) or launch.ranks_per_gpu is not None:
+        return with_ranks_for_gpus(launch), rest
     if launch.max_restarts is not None and launch.ranks == 1:
         raise UserError(
             f"--max_restarts is {launch.max_restarts} but --ranks is 1; give --ranks 2 or more, or leave it out"
         )
     return launch, rest
+
+
+def with_ranks_for_gpus(launch: Launch) -> Launch:
+    """Return the options of the launcher with a number of ranks for this machine's accelerators."""
+    from ..device import count
+
+    if launch.ranks > 1:
+        raise UserError(f"--ranks is {launch.ranks} and --ranks_per_gpu is {launch.ranks_per_gpu}; give one of them")
+    devices = count()
+    if not devices:
+        raise UserError("--ranks is auto, which is a rank for each GPU, but none is visible; give a number of ranks")
+    ranks = devices * (launch.ranks_per_gpu or 1)
+    return dataclasses.replace(launch, ranks=ranks, max_restarts=launch.max_restarts if ranks > 1 else None)
 
 
 def from_values(values: dict[str, Any], row: Row | None = None) -> Config:

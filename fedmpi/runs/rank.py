@@ -39,6 +39,7 @@ def begin() -> tuple[Place, float]:
 def train(arguments: list[str], place: Place, began: float) -> int:
     """Train with the options of `fedmpi train`, together with the other ranks; return the exit code."""
     from ..comm import agree_early, connect
+    from ..device import sums_device
     from .build import prepare
     from .log import set_up
     from .options import parse
@@ -49,7 +50,8 @@ def train(arguments: list[str], place: Place, began: float) -> int:
         asked = "--comm=mpi" in arguments or ("--comm", "mpi") in zip(arguments, arguments[1:], strict=False)
         spec = agree_early(place, asked or place.launcher == "mpi", lambda: prepare(parse(arguments)))
         device = settle(spec.cfg, place)
-        comm = connect(spec.cfg.comm, place, device, spec.cfg.timeout, os.environ)
+        sums_on = sums_device(device, spec.cfg.sums)
+        comm = connect(spec.cfg.comm, place, sums_on, spec.cfg.timeout, os.environ)
     except AgreedError as error:
         if place.rank == 0:
             complain(str(error))
@@ -91,12 +93,13 @@ def keep_code(code: int) -> None:
 def on_this_rank(spec: RunSpec, comm: Comm, place: Place, device: torch.device, began: float) -> int:
     """Run and exit in good order; a fault on one rank ends all of them. Return the exit code."""
     from ..comm import share_node
+    from ..device import sums_device
     from .run import run
     from .stop import ALL, Stopped
 
     who = f"rank {comm.rank}: " if comm.size > 1 else ""
     try:
-        if device.type == "cpu":
+        if sums_device(device, spec.cfg.sums).type == "cpu":
             share_node(comm)
         run(spec, comm, place, device, os.environ, signals=ALL, began=began)
     except Stopped as stop:  # on every rank alike

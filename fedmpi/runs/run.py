@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import json
 import logging
-import os
 import random
 import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,8 +29,10 @@ from .. import __version__
 from ..algorithms import Algorithm
 from ..clients.task import Task
 from ..comm import Comm, agreed, common_trouble, from_first, tell_all
-from ..comm.env import Place, available_cores, choose_device, describe, threads_per_rank
+from ..comm.env import Place, available_cores, describe, threads_per_rank
 from ..data import Arrays, Data, Ints, Partition
+from ..device import count, device_of, kind_of, own_draws, set_up
+from ..device import describe as describe_device
 from ..errors import CommonError, FileError, RunError, UserError
 from ..local import RULES
 from ..plugins.knobs import plain_knobs
@@ -58,12 +59,10 @@ warnings = logging.getLogger("fedmpi")
 
 
 def settle(cfg: Config, place: Place) -> torch.device:
-    """Set up this process for a run: its threads and, on a GPU, deterministic kernels; return its device."""
+    """Set up this process for a run: its threads and its accelerator, if it has one; return its device."""
     torch.set_num_threads(threads_per_rank(place, cfg.threads, available_cores()))
-    device = torch.device(choose_device(place, cfg.device, torch.cuda.device_count()))
-    if cfg.deterministic and device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
+    device = device_of(place.local_rank, cfg.device)
+    set_up(device, cfg.deterministic, cfg.step.precision)
     return device
 
 
@@ -72,8 +71,7 @@ def undisturbed() -> Iterator[None]:
     """Restore the random state (torch, numpy and Python), torch's threads and its choice of kernels afterwards."""
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     plain, numpys = random.getstate(), np.random.get_state()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    with torch.random.fork_rng(devices):
+    with own_draws():
         try:
             yield
         finally:
@@ -98,7 +96,7 @@ def run(
     out, first = spec.out, comm.rank == 0
 
     # 1. What a user may have got wrong, before anything is written.
-    check_alike(spec.cfg, comm)
+    check_alike(spec.cfg, comm, device)
     with agreed(comm):
         if first and out is not None:
             folder.check(out)
@@ -129,7 +127,8 @@ def run(
         def begin_folder(out: Path) -> None:
             if found is None:
                 folder.start_over(out)
-            describe_run(out, recorded, data, partition, meta, describe(place, environ, threads, str(device)))
+            about = describe(place, environ, threads, str(device), accelerator=describe_device(device))
+            describe_run(out, recorded, data, partition, meta, about)
             folder.add_start(out, place, comm.name, done, environ)
 
         with agreed(comm):
@@ -156,6 +155,7 @@ def run(
             with stop, Saver(out, cfg.checkpoint, fingerprint, comm, found) as saver:
                 note = f"\ndata: {data.note}" if data.note else ""
                 note += f"\nresuming after round {done} of the run in {out}" if found else ""
+                note += device_note(place, device)
                 log.say(folded(header(spec, task, comm) + note))
                 outcome = train(spec, task, comm, saver, stop, log, environ, found, measures, records)
             problem = measure_end(outcome, measures, log)
@@ -166,14 +166,18 @@ def run(
     return outcome
 
 
-def check_alike(cfg: Config, comm: Comm) -> None:
-    """Refuse ranks with different options; warn if their numbers of threads differ, as the bits then depend on which
-    rank trains a client. Collective."""
+def check_alike(cfg: Config, comm: Comm, device: torch.device) -> None:
+    """Refuse ranks with different options; warn if their numbers of threads or their accelerators differ, as the bits
+    then depend on which rank trains a client. Collective."""
     alike = replace(cfg, quiet=False, verbose=False)  # ranks may print differently
     same_everywhere("configuration", comm, json.dumps(dataclasses.asdict(alike), sort_keys=True).encode())
     threads = tell_all(comm, str(torch.get_num_threads()))
     if comm.rank == 0 and len(set(threads)) > 1:
         warnings.warning("ranks have %s threads; equal bits need equal numbers: give --threads", ", ".join(threads))
+    kinds = tell_all(comm, kind_of(device))
+    if comm.rank == 0 and len(set(kinds)) > 1:
+        each = ", ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds))
+        warnings.warning("ranks train on different devices (%s); equal bits need devices of one kind", each)
 
 
 def try_own_rule(spec: RunSpec, task: Task, comm: Comm) -> None:
@@ -436,6 +440,8 @@ def header(spec: RunSpec, task: Task, comm: Comm) -> str:
         uses += ["a copy for every client"] if cfg.meta.share else []
         held = f"; {cfg.meta.size} samples held out ({', '.join(uses) or 'not used'})"
     ranks = f"{plural(comm.size, 'rank')} ({comm.name}), {plural(torch.get_num_threads(), 'thread')} each"
+    if task.device.type != "cpu":
+        ranks += f", on {kind_of(task.device)}, sums on the {'host' if task.sums_device.type == 'cpu' else 'device'}"
     made = isinstance(spec.given.algorithm, Algorithm)
     step = replace(cfg.step, together=min(cfg.step.together, cfg.cohort))
     return (
@@ -444,6 +450,17 @@ def header(spec: RunSpec, task: Task, comm: Comm) -> str:
         f"step: {describe_step(step, by_hand=task.by_hand is not None and step.together == 1)}\n"
         f"{cfg.data} split {cfg.split} over {cfg.clients} clients, {cfg.cohort} per round{held}; {ranks}, sum {cfg.sum}"
     )
+
+
+def device_note(place: Place, device: torch.device) -> str:
+    """Return a line on accelerators that are idle or shared, to be added to the header; '' if there is none."""
+    devices = 0 if device.type == "cpu" else count()
+    if place.size == 1 and devices > 1:
+        return f"\n{plural(devices - 1, f'more {device.type} device')} idle: --ranks auto starts a rank for each"
+    if devices and place.local_size > devices:
+        mps = "; NVIDIA's MPS lets their kernels overlap (nvidia-cuda-mps-control -d)" if device.type == "cuda" else ""
+        return f"\n{place.local_size} ranks share {plural(devices, f'{device.type} device')} of this node{mps}"
+    return ""
 
 
 def rules(cfg: Config) -> str:

@@ -41,6 +41,7 @@ def try_rule(name: str, rule: LocalRule, task: Task, work: Work) -> None:
 def try_once(rule: LocalRule, task: Task, work: Work) -> str:
     """Return what is wrong with a rule on a job of the first client; '' if nothing is."""
     start_N, ints = task.start()
+    start_N = start_N.to(task.device)
     memory = Memory(rule.keeps, task.layout.params).read(0)
     shared = {c.name: torch.zeros_like(start_N) for c in rule.sends if c.to == "shared"}
     start = Start(start_N, ints, 1, 0, work, shared, memory)
@@ -52,7 +53,7 @@ def try_once(rule: LocalRule, task: Task, work: Work) -> str:
             result: object = rule(job)
             if not isinstance(result, LocalResult):
                 return f"returned {type(result).__name__} for a client; it must return a LocalResult"
-            job.finish(result)
+            job.deliver(result)()
             check_declared(result, rule, task.layout.params)
         except Unusable as error:
             return f"does not deliver what it declares: {error}"

@@ -56,7 +56,7 @@ LocalDict = TypedDict("LocalDict", {
 }, total=False)
 
 StepDict = TypedDict("StepDict", {
-    "layout": str, "precision": str, "compile": str, "together": int,
+    "layout": str, "precision": str, "compile": str, "graphs": bool, "out_of_memory": str, "together": int,
 }, total=False)
 
 ServerDict = TypedDict("ServerDict", {
@@ -89,12 +89,12 @@ Knobs = TypedDict("Knobs", {
     "mask": str | None, "tau": float | None, "sharpness": float, "data_root": str | None, "augment": str | None,
     "workers": int, "split": str, "clients": int, "cohort": int, "min_clients": int, "rounds": int, "seed": int,
     "resume": str, "max_minutes": float | None, "comm": str, "sum": str, "wire": str, "timeout": float,
-    "threads": int | None, "device": str, "deterministic": bool, "evaluate": str, "log_to": str, "verbose": bool,
-    "quiet": bool, "local": Local | LocalDict, "step": Step | StepDict, "server": Server | ServerDict,
-    "skew": Skew | SkewDict, "meta": Meta | MetaDict, "memory": Memory | MemoryDict, "eval": Eval | EvalDict,
-    "checkpoint": Checkpoint | CheckpointDict, "lr": float | None, "epochs": int | None, "num_steps": int | None,
-    "batch_size": int, "mu": float, "weight_decay": float, "clip_grad": float | None, "client_optimizer": str | None,
-    "server_lr": float | None, "server_optimizer": str | None, "beta1": float, "beta2": float | None,
-    "eps": float | None, "alpha": float, "classes_per_client": int | None, "test_every": int, "test_batch_size": int,
-    "save_every": int | None,
+    "threads": int | None, "device": str, "data_on": str, "sums": str, "deterministic": bool, "evaluate": str,
+    "log_to": str, "verbose": bool, "quiet": bool, "local": Local | LocalDict, "step": Step | StepDict,
+    "server": Server | ServerDict, "skew": Skew | SkewDict, "meta": Meta | MetaDict, "memory": Memory | MemoryDict,
+    "eval": Eval | EvalDict, "checkpoint": Checkpoint | CheckpointDict, "lr": float | None, "epochs": int | None,
+    "num_steps": int | None, "batch_size": int, "mu": float, "weight_decay": float, "clip_grad": float | None,
+    "client_optimizer": str | None, "server_lr": float | None, "server_optimizer": str | None, "beta1": float,
+    "beta2": float | None, "eps": float | None, "alpha": float, "classes_per_client": int | None, "test_every": int,
+    "test_batch_size": int, "save_every": int | None,
 }, total=False)

@@ -191,7 +191,11 @@ def test_a_batch_made_ahead_that_a_model_has_overwritten_is_made_anew() -> None:
 
 def test_what_is_augmented_is_made_batch_by_batch() -> None:
     feed, wanted = ArrayFeed(replace(DATA, augment="flip"), CPU), [batch([1, 2]), batch([3])]
-    assert list(feed.ahead(iter(wanted))) == wanted
+    found = list(feed.ahead(iter(wanted)))
+    assert [one._replace(drawn=None) for one in found] == wanted
+    for one, alone in zip(found, wanted, strict=True):  # drawn for all at once: the same as for each
+        assert torch.equal(feed.train(one)[0], feed.train(alone)[0])
+    assert list(feed.ahead(iter([]))) == []
 
 
 # --- Datasets

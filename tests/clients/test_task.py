@@ -196,9 +196,9 @@ def test_only_gradients_that_were_asked_for_count_in_the_loss_by_their_samples()
     losses = [task.loss(batch).item() for batch in (few, many)]
     for batch in (few, many):
         job.grad(job.x_P, batch)
-    loss = job.finish(LocalResult(job.delta_P)).loss
+    loss = job.deliver(LocalResult(job.delta_P))().loss
     assert loss == pytest.approx((3 * losses[0] + 17 * losses[1]) / 20, rel=1e-6)
-    assert job_of(task).finish(LocalResult(job.delta_P)).loss == 0.0  # a new job, and no gradient
+    assert job_of(task).deliver(LocalResult(job.delta_P))().loss == 0.0  # a new job, and no gradient
 
 
 def test_a_job_hands_on_what_all_clients_share_and_what_its_client_kept() -> None:
@@ -226,7 +226,7 @@ def test_a_client_trains_as_torch_would() -> None:
     task = make_task(model)
     job = job_of(task, work=Work(epochs=2, batch=10))
     batches, losses, seen = list(job.batches()), 0.0, 0
-    _, delta_N, ints, loss, *_ = job.finish(sgd(lr=0.05, momentum=0.9, weight_decay=0.01)(job))
+    _, delta_N, ints, loss, *_ = job.deliver(sgd(lr=0.05, momentum=0.9, weight_decay=0.01)(job))()
     before = torch.cat([p.detach().reshape(-1) for p in alone.parameters()])
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
     for batch in batches:
@@ -248,7 +248,7 @@ def test_a_job_starts_from_the_vector_it_is_given_and_leaves_it_alone() -> None:
     deltas = []
     for _ in range(2):  # the second finds the model where the first has left it
         job = task.job(Start(start_N, ints, 1, 0, work))
-        deltas.append(job.finish(rule(job)).delta_N.clone())
+        deltas.append(job.deliver(rule(job))().delta_N.clone())
     assert torch.equal(deltas[0], deltas[1])
     assert torch.equal(start_N, make_task().start()[0])
 
@@ -257,7 +257,7 @@ def test_a_delta_of_a_rules_own_memory_is_taken() -> None:
     task = make_task()
     job, own = job_of(task), torch.linspace(0, 1, task.layout.params)
     result = LocalResult(own)
-    trained = job.finish(result)
+    trained = job.deliver(result)()
     assert torch.equal(trained.delta_N, own) and trained.result is result
 
 
@@ -267,7 +267,7 @@ def test_buffers_travel_as_deltas_and_counters_separately() -> None:
     start_N, _ = task.start()
     ints = torch.tensor([40])
     job = task.job(Start(start_N, ints, 1, 0, Work(batch=10)))
-    _, delta_N, its_ints, *_ = job.finish(sgd(lr=0.01)(job))
+    _, delta_N, its_ints, *_ = job.deliver(sgd(lr=0.01)(job))()
     behind = slice(task.layout.params, task.layout.length)
     assert its_ints.tolist() == [43] and ints.tolist() == [40]  # three batches
     now = torch.cat([model[1].running_mean, model[1].running_var])
@@ -278,7 +278,7 @@ def test_padding_stays_zero() -> None:
     torch.manual_seed(0)
     task = Task(Logistic((1, SIDE, SIDE), CLASSES), DATA, partition(), 0, CPU, ranks=8)
     job = job_of(task)
-    delta_N = job.finish(sgd(lr=0.1, weight_decay=0.1)(job)).delta_N
+    delta_N = job.deliver(sgd(lr=0.1, weight_decay=0.1)(job))().delta_N
     assert len(delta_N) % 8 == 0 and len(delta_N) > task.layout.length
     assert not delta_N[task.layout.length :].any() and not task.x_N[task.layout.length :].any()
 
@@ -293,7 +293,7 @@ def noisy() -> nn.Module:
 
 def delta(task: Task, start: tuple[Tensor, Tensor], round: int, cid: int) -> Tensor:
     job = task.job(Start(*start, round, cid, Work(batch=5)))
-    return job.finish(sgd(lr=0.1)(job)).delta_N.clone()
+    return job.deliver(sgd(lr=0.1)(job))().delta_N.clone()
 
 
 def test_dropout_depends_on_seed_round_and_client_only() -> None:

@@ -178,7 +178,7 @@ def test_a_seat_that_is_free_goes_to_the_next_client(monkeypatch: pytest.MonkeyP
         assert isinstance(seat, Seat)
         job = seat.job(Start(*start, 1, cid, work))
         order.append((cid, seat.row))
-        return job.finish(sgd(0.1)(job)).loss
+        return job.deliver(sgd(0.1)(job))().loss
 
     found = dict(whole.each([4, 0, 5, 6], one))  # 20, 5, 7 and 11 samples: 5, 2, 2 and 3 steps
     assert order == [(4, 0), (0, 1), (5, 1), (6, 1)] and list(found) == [0, 5, 4, 6]
@@ -186,7 +186,7 @@ def test_a_seat_that_is_free_goes_to_the_next_client(monkeypatch: pytest.MonkeyP
     alone = task(plain_model)
     for cid, loss in found.items():
         job = alone.job(Start(*start, 1, cid, work))
-        assert loss == pytest.approx(job.finish(sgd(0.1)(job)).loss, rel=1e-6)
+        assert loss == pytest.approx(job.deliver(sgd(0.1)(job))().loss, rel=1e-6)
 
 
 def test_a_client_that_raises_is_left_out_alone(caplog: pytest.LogCaptureFixture) -> None:

@@ -28,7 +28,6 @@ from fedmpi.comm.env import (
     Place,
     available_cores,
     check_mpi_world,
-    choose_device,
     commit,
     describe,
     expand_hosts,
@@ -357,37 +356,6 @@ def test_threads_fill_a_node_and_no_more(world: tuple[int, int, int, int], cores
 
 def test_available_cores_are_those_of_the_process() -> None:
     assert 1 <= available_cores() <= (os.cpu_count() or 1)
-
-
-@pytest.mark.parametrize(
-    ("want", "devices", "device"),
-    [
-        ("auto", 0, "cpu"),
-        ("auto", 4, "cuda:3"),
-        ("cpu", 4, "cpu"),
-        ("cuda", 4, "cuda:3"),
-        ("cuda", 2, "cuda:1"),
-        ("cuda", 1, "cuda:0"),
-        ("cuda:2", 4, "cuda:2"),
-    ],
-)
-def test_device(want: str, devices: int, device: str) -> None:
-    assert choose_device(Place("torchrun", 7, 8, 3, 4), want, devices) == device
-
-
-@pytest.mark.parametrize(
-    ("want", "devices", "message"),
-    [
-        ("cuda", 0, "0 CUDA devices are visible"),
-        ("cuda:0", 0, "0 CUDA devices are visible"),
-        ("cuda:2", 2, "2 CUDA devices are visible"),
-        ("gpu", 2, "unknown device"),
-        ("cuda:", 2, "unknown"),
-    ],
-)
-def test_no_such_device(want: str, devices: int, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        choose_device(ALONE, want, devices)
 
 
 def test_record_can_be_written_and_keeps_secrets() -> None:

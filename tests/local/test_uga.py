@@ -281,7 +281,7 @@ def test_buffers_counters_and_loss_are_those_of_the_steps_and_the_evaluation(tra
     behind = slice(task.layout.params, task.layout.length)
     expected = task.x_N[behind].clone(), int(task.model[1].num_batches_tracked), float(job.loss_sum) / job.samples
     job = job_at(task, *start)
-    trained = job.finish(uga(HEAVY, trace_bytes)(job))
+    trained = job.deliver(uga(HEAVY, trace_bytes)(job))()
     assert torch.equal(task.x_N[behind], expected[0]) and not torch.equal(start[0][behind], expected[0])
     assert torch.equal(trained.delta_N[behind], expected[0] - start[0][behind])
     assert trained.ints.tolist() == [expected[1]] == [2 * 3 + 3]  # 9 samples in batches of 4: two epochs, and all
@@ -320,7 +320,7 @@ task = Task(LeNet(1, 28, 28, 10), arrays, partition, 0, torch.device("cpu"))
 start = task.start()
 for epochs in (2, 5):
     job = task.job(Start(*start, 1, 0, Work(epochs=epochs, batch=32)))
-    trained = job.finish(uga(Descent(0.01))(job))
+    trained = job.deliver(uga(Descent(0.01))(job))()
     assert torch.isfinite(trained.delta_N).all() and trained.delta_N.any()
     print(re.search("VmHWM:[^0-9]*([0-9]+) kB", open("/proc/self/status").read())[1])
 """

@@ -32,7 +32,7 @@ from fedmpi.runs.aliases import (
 from fedmpi.runs.build import prepare
 from fedmpi.runs.checkpoint.format import Fingerprint
 from fedmpi.runs.checkpoint.load import compare
-from fedmpi.runs.config import Config, Local, Server, Skew
+from fedmpi.runs.config import Config, Launch, Local, Server, Skew
 from fedmpi.runs.options import from_values, parse
 
 GUIDE = (REPO / "docs" / "guide.md").read_text(encoding="utf-8")
@@ -54,7 +54,7 @@ def test_every_name_stands_for_one_option() -> None:
 def test_hints_speak_of_options_that_there_are() -> None:
     texts = [*HINTS.values(), *(hint for hints in UNCLEAR.values() for hint in hints.values())]
     named = {name.rstrip(".") for text in texts for name in re.findall(r"--([a-z_.0-9]+)", text)}
-    assert len(named) > 10 and named <= set(KNOBS)
+    assert len(named) > 10 and named <= {*KNOBS, *knobs(Launch())}
 
 
 def test_the_guide_shows_the_table() -> None:

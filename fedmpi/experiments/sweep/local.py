@@ -36,7 +36,6 @@ from .plan import CONFIGS, LOGS, SweepPlan, is_over, mark_given_up, write_file
 
 POLL = 0.2  # seconds between two looks at the processes
 DRAWN = 1.0  # seconds between two looks at the progress of the runs
-DEVICES = "CUDA_VISIBLE_DEVICES"
 PREFIX = "process-"
 
 
@@ -160,7 +159,7 @@ class LocalSweep:
             logged = log.tell()
             process = subprocess.Popen(
                 [sys.executable, "-m", "fedmpi", "train", *launch, "--config", str(self.config(name))],
-                env={**os.environ, **share_of_devices(os.environ, slot, self.at_once), "OMP_NUM_THREADS": "1"},
+                env={**os.environ, **share_of_devices(slot, self.at_once), "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -217,12 +216,13 @@ class LocalSweep:
         return row_of(run, state, "") if (run / CONFIG).exists() else Row(name, state)
 
 
-def share_of_devices(environ: Mapping[str, str], slot: int, at_once: int) -> dict[str, str]:
+def share_of_devices(slot: int, at_once: int) -> dict[str, str]:
     """Return the variable with one run's share of the visible GPUs, if several runs share several."""
-    names = [name for name in environ.get(DEVICES, "").split(",") if name]
-    if len(names) < 2 or at_once < 2:
+    if at_once < 2:
         return {}
-    return {DEVICES: ",".join(names[slot::at_once] or [names[slot % len(names)]])}
+    from ...device import accelerator, count, share  # imports torch
+
+    return share(os.environ, slot, at_once, accelerator(), count())
 
 
 @contextmanager

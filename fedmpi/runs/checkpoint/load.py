@@ -163,12 +163,12 @@ def read_slice(
     found: FoundCheckpoint, rank: int, targets: Mapping[str, Tensor], *, first: int, last: int, length: int
 ) -> None:
     """Copy what a rank saved of the elements first..last into the targets, which begin at `first`."""
-    saved_length = -(-length // found.ranks)
-    start = rank * saved_length
-    low, high = max(first, start), min(last, start + saved_length)
-    if low >= high:
-        return
     with safetensors.safe_open(found.slices[rank], "pt") as file:
+        saved_length = file.get_slice("model").get_shape()[0]  # depends on ranks and alignment
+        start = rank * saved_length
+        low, high = max(first, start), min(last, start + saved_length, length)
+        if low >= high:
+            return
         for name, target in targets.items():
             target[low - first : high - first].copy_(file.get_slice(name)[low - start : high - start])
 
@@ -183,7 +183,7 @@ def read_unsent(found: FoundCheckpoint, unsent_N: Tensor, comm: Comm, count: int
     first = comm.rank * (unsent_N.numel() // comm.size)
     for path in found.slices if count > 0 else ():
         with safetensors.safe_open(path, "pt") as file:
-            unsent_N[first : first + count].add_(file.get_slice("unsent.sums")[first : first + count])
+            unsent_N[first : first + count].add_(file.get_slice("unsent.sums")[first : first + count].to(unsent_N))
 
 
 def read_memories(paths: Iterable[Path], memory: Memory, comm: Comm) -> None:

@@ -27,7 +27,7 @@ class Agreement(Measure):
     """The share of elements below tau, and per layer that and the mean A."""
 
     def prepare(self, run: Run) -> None:
-        self.start(run.task.layout, threshold(run.cfg), run.task.device)
+        self.start(run.task.layout, threshold(run.cfg), run.task.sums_device)
 
     def start(self, layout: Layout, tau: float, device: torch.device) -> None:
         """Begin without votes."""

@@ -1,0 +1,92 @@
+"""Count what training gives a device to do: `python -m tests.accelerator.budgets` prints JSON.
+
+Of each: kernels, waits of the host, bytes to the host and to the device. A step is the difference between runs of 13
+and of 3 steps, a client that between 4 and 2 clients of one round.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tests.accelerator import pretend
+from tests.accelerator.cases import CASES, SMALL
+
+DEVICE = torch.device("pretend:0")
+COUNTED = ("kernels", "waits", "to_host", "to_device")
+
+
+def counts_of(options: str, clients: int, steps: int) -> dict[str, int]:
+    """Return the counts of one round with so many clients and steps, after a first one that allocates."""
+    from fedmpi.comm import SoloComm
+    from fedmpi.rounds import begin, make_sums, run_round
+    from fedmpi.runs.build import load_data, make_memory, make_task, plan_of, prepare
+    from fedmpi.runs.options import parse
+
+    given = [*SMALL.split(), *options.split(), "--device", "pretend", "--out", "unused"]
+    spec = prepare(parse([*given, "--cohort", str(clients), "--local.steps", str(steps)]))
+    data, partition, meta = load_data(spec.cfg)
+    spec, task = make_task(spec, data, partition, meta, 1, DEVICE)
+    comm, plan = SoloComm(), plan_of(spec)
+    state = begin(task, spec.algorithm, comm, make_memory(spec, task), spec.cfg.wire)
+    sums = make_sums(plan, spec.algorithm, task, comm, state.model_N)
+    for _ in range(3):  # the first rounds allocate
+        state, _ = run_round(state, plan, spec.algorithm, task, comm, sums)
+    with pretend.counted() as counts:
+        run_round(state, replace(plan), spec.algorithm, task, comm, sums)
+        kernels, waits = sum(counts.kernels.values()), sum(counts.waits.values())
+        return dict(zip(COUNTED, (kernels, waits, counts.bytes_to_host, counts.bytes_to_device), strict=True))
+
+
+def between(more: dict[str, int], less: dict[str, int], by: int) -> dict[str, float]:
+    return {name: (more[name] - less[name]) / by for name in COUNTED}
+
+
+def measure(options: str) -> dict[str, Any]:
+    """Return the counts per step, per client and per round of a run with these options."""
+    few, many = counts_of(options, 2, 3), counts_of(options, 2, 13)
+    four, none = counts_of(options, 4, 3), counts_of(options, 1, 3)
+    return {
+        "step": between(many, few, 20),
+        "client": between(four, few, 2),
+        "round": {name: 2 * none[name] - few[name] for name in COUNTED},
+    }
+
+
+def fold(kind: str, elements: int) -> int:
+    """Return the kernels that adding one client's delta takes where the sums are on the device."""
+    from fedmpi.aggregate.sums import Accumulator
+    from fedmpi.comm import SoloComm
+
+    sums = Accumulator(SoloComm(), elements, 10, kind, DEVICE)
+    sums.reset(100)
+    delta = torch.zeros(elements, device=DEVICE)
+    with pretend.counted() as counts:
+        sums.add(delta, 10)
+        return sum(counts.kernels.values())
+
+
+def main() -> None:
+    """Print all counts."""
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {
+        "lenet": measure(""),
+        "augmented": measure("--augment crop:2+flip"),
+        "data on host": measure("--data_on host"),
+        "batchnorm": measure(CASES["batchnorm"].partition(" --evaluate")[0]),
+        "dataset": measure(CASES["dataset"]),
+        "scaffold": measure("--algorithm scaffold"),
+        "graphs": measure("--step.graphs true"),
+    }
+    found["fold"] = {kind: fold(kind, 11_173_962) for kind in ("exact", "float32")}
+    found["together"] = {
+        str(k): counts_of(f"--clients 8 --step.together {k}", 8, 1)["kernels"] for k in (1, 8)
+    }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

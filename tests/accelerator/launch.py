@@ -1,0 +1,63 @@
+"""Start processes that have the pretend device, and read what they leave."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import BIN, rank_environment
+from torch.utils import backend_registration
+
+SECONDS = 220
+TORCHRUN = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node"]
+
+
+def need_device() -> None:
+    """Skip where this torch cannot have a device written in Python."""
+    if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
+        pytest.skip("this torch has no backends written in Python, so no pretend accelerator")
+
+
+def call(command: list[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end."""
+    environment = rank_environment() | variables
+    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=SECONDS)
+
+
+def fedmpi(folder: Path, *arguments: str, ranks: int = 1, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of fedmpi with the device, under torchrun if on several ranks."""
+    launcher = [sys.executable] if ranks == 1 else [*TORCHRUN, str(ranks)]
+    return call([*launcher, "-m", "tests.accelerator.run", *arguments], folder, **variables)
+
+
+def models(out: Path) -> dict[str, str]:
+    """Return the SHA-256 of every model below a folder."""
+    found = sorted(out.glob("*/model.safetensors"))
+    return {path.parent.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in found}
+
+
+def on_cpu(folder: Path, names: list[str]) -> dict[str, str]:
+    """Train cases on the plain path of a CPU; return their models."""
+    return train_cases(folder / "cpu", names, [sys.executable], device="cpu")
+
+
+def train_cases(
+    folder: Path,
+    names: list[str],
+    launcher: list[str],
+    comm: str = "auto",
+    sums: str = "auto",
+    device: str = "pretend",
+    **variables: str,
+) -> dict[str, str]:
+    """Train cases under a launcher; return their models."""
+    folder.mkdir()
+    command = [*launcher, "-m", "tests.accelerator.cases", str(folder), comm, device, sums, *names]
+    done = call(command, folder, **variables)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = models(folder)
+    assert sorted(found) == sorted(names)
+    return found

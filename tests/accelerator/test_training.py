@@ -1,0 +1,144 @@
+"""Training on the pretend device: the bits of the CPU's plain path, however many ranks share a device."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.accelerator.cases import CASES
+from tests.accelerator.launch import TORCHRUN, call, fedmpi, models, need_device, on_cpu, train_cases
+
+pytestmark = [pytest.mark.accelerator, pytest.mark.processes]
+
+NAMES = list(CASES)
+WITH_THE_RANK = {"together", "mapped"}  # which clients are stacked depends on the rank that has them
+SOME = ["scaffold", "fedmeta-uga", "dropout", "batchnorm", "sand"]
+RUN = "--data glyphs --clients 6 --cohort 4 --local.steps 2 --threads 1 --log_to none --eval.samples 100".split()
+
+
+@pytest.fixture(autouse=True)
+def device_present() -> None:
+    need_device()
+
+
+@pytest.mark.parametrize("names", [NAMES[:14], NAMES[14:]], ids=["algorithms", "others"])
+def test_one_rank_and_two_that_share_a_device_have_the_bits_of_a_cpu(names: list[str], tmp_path: Path) -> None:
+    plain = on_cpu(tmp_path, names)
+    assert train_cases(tmp_path / "one", names, [sys.executable]) == plain
+    alike = [name for name in names if name not in WITH_THE_RANK]
+    found = train_cases(tmp_path / "two", alike, [*TORCHRUN, "2"])
+    assert found == {name: plain[name] for name in alike}
+
+
+def test_four_ranks_share_two_devices(tmp_path: Path) -> None:
+    found = train_cases(tmp_path / "four", SOME[:2], [*TORCHRUN, "4"], PRETEND_DEVICES="2")
+    assert found == on_cpu(tmp_path, SOME[:2])
+
+
+def test_ranks_of_mpi_seed_their_own_device(mpiexec: list[str], tmp_path: Path) -> None:
+    launcher = [*mpiexec, "-n", "2", sys.executable, "-m", "mpi4py"]
+    found = train_cases(tmp_path / "mpi", SOME, launcher, "mpi", PRETEND_DEVICES="2")
+    assert found == on_cpu(tmp_path, SOME)
+
+
+def test_sums_on_the_devices_have_the_same_bits(tmp_path: Path) -> None:
+    found = train_cases(tmp_path / "nccl", SOME, [*TORCHRUN, "2"], "auto", "device", PRETEND_DEVICES="2")
+    assert found == on_cpu(tmp_path, SOME)
+
+
+@pytest.mark.parametrize("model", ["cnn", "tests.accelerator.cases:batch_norm"])
+def test_recorded_steps_have_the_same_bits(model: str, tmp_path: Path) -> None:
+    for out, graphs in (("a", "false"), ("b", "true")):
+        given = [*RUN, "--rounds", "2", "--model", model, "--step.graphs", graphs, "--out", out]
+        done = fedmpi(tmp_path, "train", *given)
+        assert done.returncode == 0, done.stderr
+    assert models(tmp_path)["a"] == models(tmp_path)["b"]
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "options"),
+    [
+        (2, 3, "--sums device --sum float32 --wire bf16"),
+        (2, 1, "--sums device --algorithm scaffold"),
+        (1, 2, "--algorithm scaffold"),
+    ],
+    ids=["bf16-over-nccl", "scaffold-over-nccl", "scaffold-on-the-host"],
+)
+def test_resumes_on_another_number_of_ranks(first: int, then: int, options: str, tmp_path: Path) -> None:
+    given = [*RUN, *options.split(), "--device", "pretend", "--checkpoint.every", "1"]
+    some = fedmpi(tmp_path, "train", *given, "--rounds", "2", "--out", "a", ranks=first, PRETEND_DEVICES="3")
+    assert some.returncode == 0, some.stderr
+    more = [*given, "--rounds", "4", "--out", "a", "--resume", "force"]
+    rest = fedmpi(tmp_path, "train", *more, ranks=then, PRETEND_DEVICES="3")
+    assert rest.returncode == 0 and "resuming after round 2" in rest.stdout + rest.stderr, rest.stderr
+    if "bf16" not in options:  # rounding errors depend on the ranks
+        whole = fedmpi(tmp_path, "train", *given, "--rounds", "4", "--out", "b", ranks=then, PRETEND_DEVICES="3")
+        assert whole.returncode == 0, whole.stderr
+        assert models(tmp_path)["a"] == models(tmp_path)["b"]
+
+
+def test_ranks_that_share_a_device_cannot_sum_on_it(tmp_path: Path) -> None:
+    given = [*RUN, "--rounds", "1", "--device", "pretend", "--sums", "device", "--out", "a"]
+    done = fedmpi(tmp_path, "train", *given, ranks=2)
+    assert "ranks 0, 1 share pretend:0; use --sums host" in done.stderr and "Traceback (most" not in done.stdout
+    assert "exitcode  : 2" in done.stderr and not (tmp_path / "a").exists()
+
+
+def test_ranks_with_different_devices_cannot_sum_on_them(tmp_path: Path) -> None:
+    script = (
+        "import os, runpy, sys; "
+        "sys.argv[0] = 'fedmpi'; "
+        "sys.argv[sys.argv.index('DEVICE')] = 'cpu' if os.environ['RANK'] == '1' else 'pretend'; "
+        "runpy.run_module('tests.accelerator.run', run_name='__main__')"
+    )
+    (tmp_path / "mixed.py").write_text(script)
+    given = [*RUN, "--rounds", "1", "--device", "DEVICE", "--sums", "device", "--timeout", "30", "--out", "a"]
+    done = call([*TORCHRUN, "2", "mixed.py", "train", *given], tmp_path)
+    assert "the ranks have devices of different types (rank 0: pretend:0; rank 1: cpu)" in done.stderr
+
+
+def test_ranks_with_different_devices_sum_on_the_host(tmp_path: Path) -> None:
+    """A CPU and a device train one federation; they differ in the last bits on real machines, hence a warning."""
+    given = [*RUN, "--rounds", "2", "--threads", "1"]
+    (tmp_path / "mixed.py").write_text(
+        "import os, runpy, sys\n"
+        "sys.argv[0] = 'fedmpi'\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    os.environ['PRETEND_DEVICES'] = '1'\n"
+        "    runpy.run_module('tests.accelerator.run', run_name='__main__')\n"
+        "else:\n"
+        "    from tests.accelerator.cases import plain\n"
+        "    plain()\n"
+        "    from fedmpi.commands import main\n"
+        "    sys.exit(main(sys.argv[1:]))\n"
+    )
+    done = call([*TORCHRUN, "2", "mixed.py", "train", *given, "--device", "auto", "--out", "mixed"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "ranks train on different devices" in done.stdout + done.stderr
+    alone = fedmpi(tmp_path, "train", *given, "--device", "pretend", "--out", "alone")
+    assert alone.returncode == 0, alone.stderr
+    assert models(tmp_path)["mixed"] == models(tmp_path)["alone"]
+
+
+def test_mpi_cannot_sum_on_devices(tmp_path: Path) -> None:
+    given = [*RUN, "--device", "pretend", "--sums", "device", "--comm", "mpi", "--out", "a"]
+    done = fedmpi(tmp_path, "train", *given)
+    assert done.returncode == 2 and "use --sums host or --comm torch" in done.stderr
+
+
+def test_the_folder_records_the_device_and_the_log_shows_who_shares_it(tmp_path: Path) -> None:
+    given = [*RUN, "--rounds", "1", "--device", "pretend", "--out", "a"]
+    done = fedmpi(tmp_path, "train", *given, ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert "2 ranks share 1 pretend device" in done.stdout + done.stderr
+    about = json.loads((tmp_path / "a" / "environment.json").read_text())
+    assert about["device"] == "pretend:0" and about["accelerator"]["uuid"] and about["accelerator"]["memory"] > 0
+
+
+def test_a_process_alone_is_told_of_idle_devices(tmp_path: Path) -> None:
+    done = fedmpi(tmp_path, "train", *RUN, "--rounds", "1", "--out", "a", PRETEND_DEVICES="8")
+    assert done.returncode == 0, done.stderr
+    assert "7 more pretend devices idle: --ranks auto" in done.stdout + done.stderr
