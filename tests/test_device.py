@@ -79,9 +79,19 @@ def test_processes_share_the_visible_gpus(
     assert found == [{"CUDA_VISIBLE_DEVICES": some} for some in shares]
 
 
-@pytest.mark.parametrize(("kind", "devices", "at_once"), [("cuda", 1, 4), ("cuda", 8, 1), ("", 0, 4), ("mps", 1, 2)])
-def test_there_may_be_nothing_to_share(kind: str, devices: int, at_once: int) -> None:
-    assert share({}, 0, at_once, kind, devices) == {}
+@pytest.mark.parametrize(
+    ("given", "kind", "devices", "at_once"),
+    [
+        (None, "cuda", 1, 4),
+        (None, "cuda", 8, 1),
+        ("3", "cuda", 1, 4),
+        ("", "cuda", 0, 4),
+        (None, "", 0, 4),
+        (None, "mps", 1, 2),
+    ],
+)
+def test_there_may_be_nothing_to_share(given: str | None, kind: str, devices: int, at_once: int) -> None:
+    assert share({} if given is None else {"CUDA_VISIBLE_DEVICES": given}, 0, at_once, kind, devices) == {}
 
 
 def test_sums_are_on_the_host_unless_asked_otherwise() -> None:

@@ -272,11 +272,11 @@ class Launch:
     ranks: int = knob(1, low=1, high=4096)
     """Ranks to start on this machine; in a Slurm step with one task per node, on each node. auto: a rank for each
     GPU."""
-    ranks_per_gpu: int | None = knob(None, low=1, high=256)
-    """Ranks to start for each GPU, which share it; implies --ranks auto."""
     max_restarts: int | None = knob(None, low=0, high=1000)
     """Restarts of all --ranks from the newest checkpoint when one dies. Default: 3, or 0 on several nodes, where
     the job is requeued instead."""
+    ranks_per_gpu: int | None = knob(None, low=1, high=256)
+    """Ranks to start for each GPU, which share it; implies --ranks auto."""
 
 
 def check(cfg: Config) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-SMALL = "--data glyphs --clients 8 --cohort 4 --rounds 2 --local.steps 2 --threads 1 --log_to none --eval.every 4"
+SMALL = "--data glyphs --clients 150 --cohort 4 --rounds 2 --local.steps 2 --threads 1 --log_to none --eval.every 4"
 SMALL += " --eval.samples 50 --local.batch 16 --checkpoint.keep 0"
 NAMED = "fedavg fedavgm fedprox fednova fedadam fedyogi fedadagrad uga fedmeta fedmeta-uga fedgma2021"
 HERE = "tests.accelerator.cases"
@@ -22,7 +22,7 @@ HERE = "tests.accelerator.cases"
 CASES: dict[str, str] = {name: f"--algorithm {name} --mask gma" for name in NAMED.split()}
 CASES["fednova"] += " --local.work uniform:0.3,1.0"
 CASES |= {
-    "scaffold": "--algorithm scaffold --mask gma --rounds 3",
+    "scaffold": "--algorithm scaffold --mask gma --rounds 3 --clients 8",
     "fedshare": "--algorithm fedshare --mask gma --meta.size 60",
     "mean": "--mask mean",
     "and": "--mask and",
@@ -38,7 +38,7 @@ CASES |= {
     "data-on-host": "--data_on host --augment flip",
     "bf16": "--step.precision bf16",
     "together": "--step.together 2",
-    "mapped": "--algorithm scaffold --rounds 3 --memory.limit 0.0001 --step.together 2",
+    "mapped": "--algorithm scaffold --rounds 3 --clients 8 --memory.limit 0.0001 --step.together 2",
 }
 
 

@@ -213,7 +213,8 @@ def test_a_batch_that_cannot_be_read_is_its_clients_own_trouble() -> None:
                 raise OSError("unreadable")
             return read(batch)
 
-        one.feed = type("Broken", (), {"train": staticmethod(broken), "ahead": staticmethod(iter)})()
+        attributes = {"train": staticmethod(broken), "ahead": staticmethod(iter), "index_device": torch.device("cpu")}
+        one.feed = type("Broken", (), attributes)()
     states = [federate([one], algorithm(), plan(cohort=7)) for one in (alone, whole)]
     assert_same(*states)
     assert states[1][1][0].dropped == (4,)

@@ -26,7 +26,6 @@ from fedmpi.comm.env import Place
 from fedmpi.commands import main
 from fedmpi.errors import UserError
 from fedmpi.experiments.sweep.command import check, parse
-from fedmpi.experiments.sweep.local import share_of_devices
 from fedmpi.experiments.sweep.overview import Row, Screen, lines_of, minutes_left, summary, table
 from fedmpi.experiments.sweep.plan import SweepPlan, describe
 from fedmpi.experiments.sweep.slurm import with_cores
@@ -423,12 +422,3 @@ def test_a_terminal_is_drawn_over_and_a_file_is_not() -> None:
     assert file.getvalue() == "done\n"
     assert terminal.getvalue().count("\x1b[2F\x1b[J") == 2 and terminal.getvalue().endswith("\x1b[Jdone\n")
     assert "2 runs: 1 running, 1 waiting" in terminal.getvalue()
-
-
-@pytest.mark.parametrize(
-    ("devices", "slot", "at_once", "share"),
-    [("0,1,2,3", 0, 2, "0,2"), ("0,1,2,3", 1, 2, "1,3"), ("4,7", 2, 3, "4"), ("0", 1, 2, None), ("", 0, 2, None)],
-)
-def test_runs_at_a_time_share_the_devices(devices: str, slot: int, at_once: int, share: str | None) -> None:
-    found = share_of_devices({"CUDA_VISIBLE_DEVICES": devices}, slot, at_once)
-    assert found == ({} if share is None else {"CUDA_VISIBLE_DEVICES": share})
