@@ -26,7 +26,7 @@ from fedmpi.comm.mpi import bits, numbers
 from fedmpi.comm.node import create, share_node
 from fedmpi.comm.sealed import SealedStore, serve
 from fedmpi.comm.threads import run_threads
-from fedmpi.comm.torch import connect_torch
+from fedmpi.comm.torch import connect_torch, first_line
 from fedmpi.errors import RunError, UserError
 
 HERE = Path(__file__).parents[1]
@@ -324,3 +324,13 @@ def test_ranks_meet_at_one_address_through_sealed_values(forged: bool) -> None:
 def test_a_port_in_use_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(RunError, match="is in use"):
         serve("127.0.0.1", taken.getsockname()[1], 2, True, timedelta(seconds=5))
+
+
+def test_the_last_error_of_nccl_is_what_is_shown() -> None:
+    text = (
+        "NCCL error in: NCCLUtils.cpp:94, invalid usage (run with NCCL_DEBUG=WARN for details), NCCL version 2.29.7\n"
+        "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"
+        "Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 1000"
+    )
+    assert first_line(RuntimeError(text)) == "Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 1000"
+    assert first_line(RuntimeError("[x.cc:12] Connection closed by peer. Maybe dead.")) == "Connection closed by peer"
