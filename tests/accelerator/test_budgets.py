@@ -45,7 +45,7 @@ class TestBudgets:
 
     @pytest.mark.parametrize(("name", "kernels"), [("lenet", 20), ("batchnorm", 25), ("scaffold", 40)])
     def test_kernels_per_client_besides_its_steps(self, counts: dict[str, Any], name: str, kernels: int) -> None:
-        """They do not depend on the size of the model: of ResNet-18's 344 kernels per step they are few."""
+        """They do not depend on the size of the model."""
         assert 0 < counts[name]["client"]["kernels"] - 3 * counts[name]["step"]["kernels"] <= kernels
 
     def test_a_fold_on_the_device_is_few_kernels(self, counts: dict[str, Any]) -> None:
