@@ -7,8 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-from conftest import BIN, rank_environment
+from conftest import BIN, need, rank_environment
 from torch.utils import backend_registration
 
 SECONDS = 220
@@ -17,8 +16,8 @@ TORCHRUN = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node"]
 
 def need_device() -> None:
     """Skip where this torch cannot have a device written in Python."""
-    if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
-        pytest.skip("this torch has no backends written in Python, so no pretend accelerator")
+    present = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
+    need("accelerator", present, "this torch has no backends written in Python, so no pretend accelerator")
 
 
 def call(command: list[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
