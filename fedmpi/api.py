@@ -7,7 +7,6 @@ mpiexec, every rank makes the same call and gets the same result.
 from __future__ import annotations
 
 import atexit
-import copy
 import inspect
 import os
 import signal
@@ -23,6 +22,7 @@ import torch
 from torch import nn
 
 from .algorithms import Algorithm, MetaStep, Row
+from .clients.still import twin
 from .comm import Comm, agree_early, agreed, connect, share_node
 from .comm.env import Place, find_place
 from .data import Arrays, Data, Datasets, as_data
@@ -123,7 +123,7 @@ def choose(
     if not isinstance(out, str | Path | None):
         raise UserError(f"out is {type(out).__name__}; it must be the name of a folder, or None")
     chosen = as_tree(knobs)
-    module = copy.deepcopy(model) if isinstance(model, nn.Module) else None
+    module = twin(model) if isinstance(model, nn.Module) else None
     made = algorithm if isinstance(algorithm, Row | Algorithm) else None
     for name in knobs:
         if (reserved := real_name(name)) in ("data", "model", "out", "algorithm"):
@@ -230,7 +230,7 @@ def together(comm: Comm) -> Iterator[None]:
 def exported(outcome: Outcome) -> nn.Module:
     """Return a copy of the trained model on the CPU, in evaluation mode."""
     tensors = trained_tensors(outcome.task, outcome.state)
-    model = copy.deepcopy(outcome.task.model).cpu()
+    model = twin(outcome.task.model).cpu()
     for name, tensor in (dict(model.named_parameters()) | dict(model.named_buffers())).items():
         tensor.data = tensors[name] if name in tensors else tensor.detach().clone()
         tensor.grad = None

@@ -2,18 +2,22 @@
 
     N  the whole vector, padded so that every rank owns a slice of the same length
     P  the trainable parameters: what is trained, masked and moved by the server's rule
-    P..L  float buffers (BatchNorm's running statistics) and frozen parameters: averaged, never masked
+    P..L  float buffers (BatchNorm's running statistics): averaged, never masked
     L..N  padding, always zero
 
 `bind` makes the model's tensors views of such a vector, so that a step on the vector is a step of the model and
 nothing is copied. Integer buffers (BatchNorm's step counter) are few: they travel next to the vector, and the maximum
-over the clients counts. A rank owns a slice of the vector; buckets of a slice travel at once; tiles fit the cache.
+over the clients counts. Everything else is *still*: frozen parameters, buffers that the model does not save
+(`persistent=False`) and float buffers of another type. It is in no vector, and training must not change it
+(clients/still.py). A rank owns a slice of the vector; buckets of a slice travel at once; tiles fit the cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -60,24 +64,71 @@ class Layout:
 def layout_of(
     model: nn.Module, channels_last: bool = False, dtype: torch.dtype = torch.float32, align: int = 1
 ) -> Layout:
-    """Return the layout of a model: trainable parameters, then frozen ones and float buffers, in the model's order."""
-    params: dict[str, Tensor] = dict(model.named_parameters())
-    buffers = dict(model.named_buffers())
-    trained = {k: p for k, p in params.items() if p.requires_grad}
-    rest = {k: p for k, p in params.items() if not p.requires_grad}
-    rest |= {k: b for k, b in buffers.items() if b.is_floating_point() or b.is_complex()}
+    """Return the layout of a model: trainable parameters, then float buffers, in the model's order."""
+    parts = parts_of(model, dtype)
+    check_trained(parts.trained, dtype)
     spans, at = [], 0
-    for name, tensor in (trained | rest).items():
-        if tensor.dtype != dtype:
-            kind = str(dtype).removeprefix("torch.")
-            raise UserError(f"model tensor '{name}' is {tensor.dtype}; the model must be {kind}: call model.float()")
+    for name, tensor in (parts.trained | parts.floats).items():
         spans.append(Span(name, at, tensor.shape, channels_last and tensor.dim() == 4))
         at += tensor.numel()
-    count = sum(p.numel() for p in trained.values())
-    if not count:
-        raise UserError("the model has no trainable parameter; check requires_grad")
-    ints = tuple(k for k, b in buffers.items() if not b.is_floating_point())
-    return Layout(tuple(spans), count, at, ints, align)
+    count = sum(p.numel() for p in parts.trained.values())
+    return Layout(tuple(spans), count, at, tuple(parts.ints), align)
+
+
+class Parts(NamedTuple):
+    """A model's tensors by name, and by what becomes of them."""
+
+    trained: dict[str, Tensor]
+    floats: dict[str, Tensor]  # buffers that are averaged
+    ints: dict[str, Tensor]  # buffers of which the maximum counts
+    still: dict[str, Tensor]  # what training must not change
+
+
+def parts_of(model: nn.Module, dtype: torch.dtype = torch.float32) -> Parts:
+    """Return the parts of a model. Tensors that several modules share stand under their first name."""
+    parts, saved = Parts({}, {}, {}, {}), model.state_dict(keep_vars=True).keys()
+    for name, parameter in model.named_parameters():
+        (parts.trained if parameter.requires_grad else parts.still)[name] = parameter
+    for name, buffer in model.named_buffers():
+        whole = not (buffer.is_floating_point() or buffer.is_complex())
+        moves = name in saved and (whole or buffer.dtype == dtype)
+        (parts.still if not moves else parts.ints if whole else parts.floats)[name] = buffer
+    return parts
+
+
+def check_trained(trained: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    """Refuse parameters that cannot lie next to each other in one vector: of another type, or on top of each other."""
+    if not any(p.numel() for p in trained.values()):
+        raise UserError("the model has no trainable parameter; check requires_grad and --local.freeze")
+    for name, parameter in trained.items():
+        if parameter.dtype != dtype:
+            kind = str(dtype).removeprefix("torch.")
+            raise UserError(
+                f"trained parameter '{name}' is {parameter.dtype}; what is trained must be {kind}: call model.float(), "
+                "or freeze it (frozen parameters may be of any type)"
+            )
+    end, before = 0, ""
+    for name, parameter in sorted(trained.items(), key=lambda pair: pair[1].data_ptr()):
+        if parameter.numel() and parameter.data_ptr():  # none on the meta device
+            if parameter.data_ptr() < end:
+                raise UserError(
+                    f"trained parameters '{before}' and '{name}' share memory but are two parameters; to tie them, "
+                    "assign the same nn.Parameter to both modules"
+                )
+            end, before = parameter.data_ptr() + parameter.numel() * parameter.element_size(), name
+
+
+def matching(model: nn.Module, patterns: str, option: str) -> list[str]:
+    """Return the names of the parameters that patterns, separated by commas, match: shell patterns such as
+    'features.*', or the name of a module, which stands for all of its parameters."""
+    names, found = [name for name, _ in model.named_parameters()], dict[str, None]()
+    for pattern in (word.strip() for word in patterns.split(",")):
+        hits = [name for name in names if fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")]
+        if not pattern or not hits:
+            some = ", ".join(names[:3] + ["..."] * (len(names) > 6) + names[3:][-3:])
+            raise UserError(f"{option}: '{pattern}' matches no parameter of the model; it has {some}")
+        found |= dict.fromkeys(hits)
+    return list(found)
 
 
 def tile_size(device: torch.device, on_cpu: int = TILE) -> int:

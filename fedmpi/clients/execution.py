@@ -16,6 +16,7 @@ from torch import Tensor
 from ..device import out_of_memory
 from ..errors import UserError, one_line
 from .feed import Pair
+from .still import changes_still
 
 if TYPE_CHECKING:
     from .task import Task
@@ -66,8 +67,8 @@ def compiled(model: Callable[..., Any], mode: str) -> Callable[..., Any]:
 
 def try_mode(task: Task, name: str, samples: Pair, batch: int) -> None:
     """Raise a UserError if the model cannot be trained in the task's mode, or on an accelerator at all: some of its
-    kernels are not deterministic. The model is left unchanged."""
-    if task.mode == PLAIN and task.device.type == "cpu":
+    kernels are not deterministic; or if training changes what is frozen. The model is left unchanged."""
+    if task.mode == PLAIN and task.device.type == "cpu" and not task.still:
         return
     start = task.start()
     x, y = (repeat(t, batch).to(task.device) for t in samples)
@@ -86,7 +87,10 @@ def try_mode(task: Task, name: str, samples: Pair, batch: int) -> None:
         raise UserError(
             f"model '{name}' cannot be trained {how}: {type(error).__name__}: {one_line(error)}{hint}; {fix}"
         ) from error
+    task.model.zero_grad()
     task.load(*start)
+    if task.still.written:
+        raise UserError(f"model '{name}': {changes_still(task.still.written)}")
 
 
 def repeat(samples: Tensor, count: int) -> Tensor:

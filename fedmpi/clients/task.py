@@ -30,6 +30,7 @@ from ..seeds import generator, torch_seed
 from .execution import PLAIN, Mode
 from .feed import ArrayFeed, Batch, Pair, make_feed
 from .graphs import Graphs
+from .still import Still
 from .training import Delivery, Global, Start, Trainer, train_clients
 
 ALIGNED = 128  # elements that slices of sums on an accelerator begin at: NCCL is slower elsewhere
@@ -156,6 +157,7 @@ class Task:
         self.download = Download(device) if self.sums_device == CPU and pins(device) else None
         self.mode, self.forward = mode, mode.forward(self.model, device)
         self.layout = layout_of(model, channels_last, dtype, 1 if self.sums_device == CPU else ALIGNED)
+        self.still = Still(model, dtype)
         length = self.layout.padded(ranks)
         self.x_N, self.delta_N = (torch.zeros(length, device=device, dtype=dtype) for _ in range(2))
         self.grad_P = torch.zeros(self.layout.params, device=device, dtype=dtype)

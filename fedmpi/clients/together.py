@@ -16,7 +16,6 @@ K: the clients at once.  k: those of them in one stack.  N: the full padded vect
 
 from __future__ import annotations
 
-import copy
 import logging
 import threading
 from collections import defaultdict
@@ -31,6 +30,7 @@ from ..device import make_current, upload
 from ..errors import UserError, one_line
 from ..flat import Span
 from .feed import Batch, Pair
+from .still import twin
 from .task import Task
 from .training import Trainer
 
@@ -202,7 +202,7 @@ class Seat(Task):
 
     def __init__(self, whole: Together, row: int) -> None:
         self.__dict__.update(whole.__dict__)  # data, layout and the rest are shared
-        self.row, self.model = row, copy.deepcopy(whole.model)
+        self.row, self.model = row, twin(whole.model)
         self.x_N, self.delta_N, self.grad_P = whole.x_KN[row], whole.delta_KN[row], whole.grad_KP[row]
         self.attach()
         self.forward = self.mode.forward(self.model, self.device)

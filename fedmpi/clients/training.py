@@ -15,6 +15,7 @@ from ..device import free_memory
 from ..errors import RunError, one_line
 from ..local import Job, LocalResult, LocalRule, Update
 from ..local.memory import Memory
+from .still import Still, changes_still
 
 log = logging.getLogger("fedmpi")
 
@@ -76,6 +77,7 @@ class Trainer(Protocol):
     """A model that clients train on: it makes their jobs."""
 
     device: torch.device
+    still: Still
     drop_out_of_memory: bool  # whether a client that does not fit the device's memory is left out, or ends the run
 
     def job(self, start: Start) -> ClientJob: ...
@@ -127,6 +129,8 @@ def train_clients(
                 f"round {t}, client {cid}: its rule wrote to job.start_P, job.shared or job.memory, which all clients "
                 "share; train job.x_P, and copy what you want to change"
             )
+        if trainer.still.written:
+            raise RunError(f"round {t}, client {cid}: {changes_still(trainer.still.written)}")
         return delivery
 
     under_way: Delivery | None = None  # a late one: the client before

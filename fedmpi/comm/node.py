@@ -90,6 +90,14 @@ class Node:
         self.vectors = [known for known in self.vectors if known() is not None] + [ref(maps["vector"])]
         return maps["vector"]
 
+    def bytes(self, count: int) -> Tensor | None:
+        """Return memory for what is the same on every rank of the node, which its first rank must fill; None if there
+        is not enough. Collective."""
+        whole, refused = {"bytes": count}, self.refused
+        maps = self._share(whole if self.leads else {}, {} if self.leads else whole, torch.uint8)
+        self.refused = refused  # the sums, which are smaller, may still fit
+        return maps["bytes"] if maps else None
+
     def holds(self, x_N: Tensor) -> bool:
         """Return whether a vector is in this node's shared memory."""
         return any(x_N is known() for known in self.vectors)

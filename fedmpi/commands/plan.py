@@ -319,6 +319,8 @@ def forecast(
     def each(count: int) -> Size:
         return {"rank": count, "node": count * local}
 
+    once = sum(part.stop - part.start for _, part in task.still.places()) if shares else 0
+    still = {"rank": task.still.bytes, "node": once + (task.still.bytes - once) * local}
     padded, vectors = layout.padded(ranks), len(algorithm.server.moments) + 1
     vectors += sum(channel.to == "shared" for channel in algorithm.local.sends)
     memory = {
@@ -326,6 +328,7 @@ def forecast(
         "a client's step": each(step),
         "data": data_size(data, local),
         "split": each(sum(x.nbytes for x in (task.partition.offsets, sizes, task.partition.order))),
+        **({"frozen part": still} if task.still else {}),
         "work vectors": each(4 * (2 * padded + layout.params)),
         **DryRank(DryComm(0, nodes, shares), algorithm, task, plan).memory(),
         "checkpoint": each(4 * padded // ranks * vectors if cfg.checkpoint.keep else 0),

@@ -46,6 +46,7 @@ from ..data.objective import check_outputs, try_objective
 from ..data.splits import SplitSpec
 from ..device import free_bytes, records_graphs, sums_device
 from ..errors import RunError, UserError, one_line, unknown
+from ..flat import matching
 from ..local import LocalKnobs, make_local
 from ..local.memory import Memory
 from ..masks import MASKS, MaskKnobs, make_mask
@@ -297,6 +298,7 @@ def make_task(
     else:
         row = spec.model or find_model(name)
         model = make_model(name, row, offers, data.name)
+    freeze(model, cfg.local.freeze)
     layouts = ("contiguous", "channels_last")
     layout = layouts[row.channels_last] if cfg.step.layout == "auto" else cfg.step.layout
     cfg = replace(cfg, model=name, step=replace(cfg.step, layout=layout))
@@ -326,6 +328,13 @@ def make_task(
     if isinstance(task, Together):
         task.check(name, samples)
     return replace(spec, cfg=cfg), task
+
+
+def freeze(model: nn.Module, patterns: str | None) -> None:
+    """Freeze the parameters that patterns match."""
+    frozen = [] if patterns is None else matching(model, patterns, "--local.freeze")
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
 
 
 def fits(data: Data, device: torch.device) -> bool:

@@ -58,6 +58,9 @@ class LocalRun:
     """Batches per round, instead of epochs. Default: --local.epochs counts."""
     batch: int = knob(32, low=1, high=2**31 - 1)
     """Samples per batch."""
+    freeze: str | None = None
+    """Parameters to leave as they are: shell patterns such as 'features.*' or names of modules, separated by commas.
+    They are neither sent nor saved."""
     work: str = "full"
     """Share of its steps that a client does: full, uniform:LOW,HIGH, or stragglers:PART,LOW,HIGH."""
 

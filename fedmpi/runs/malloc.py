@@ -23,3 +23,10 @@ def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and all(mallopt(*given) == 1 for given in ((MMAP, LARGEST), (TRIM, KEPT)))
+
+
+def release_freed_memory() -> None:
+    """Return the memory that is free now to the system, after something large has gone for good."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

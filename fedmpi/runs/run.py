@@ -46,7 +46,7 @@ from .checkpoint.save import Saver
 from .config import Config, Step
 from .folder import CONFIG, FINISHED, MODEL, write
 from .log import Log, folded, record, report_of, sink_names
-from .malloc import keep_freed_memory
+from .malloc import keep_freed_memory, release_freed_memory
 from .measures import Measures, Ranks
 from .measures import Run as Measured
 from .metrics import Record, finite, history, with_last
@@ -56,6 +56,8 @@ from .text import plural
 from .trial import try_rule
 
 warnings = logging.getLogger("fedmpi")
+
+FROZEN = "frozen part of the model"  # its SHA-256 among those that a resumed run must have, if there is one
 
 
 def settle(cfg: Config, place: Place) -> torch.device:
@@ -110,8 +112,10 @@ def run(
     cfg = spec.cfg
     measures = Measures(Measured(cfg, task, data, plan_of(spec), Ranks(comm), spec.given, out))
     try_own_rule(spec, task, comm)
-    fingerprint = fingerprint_of(spec, task, data, meta, device)
+    with agreed(comm):
+        fingerprint = fingerprint_of(spec, task, data, meta, device)
     compare_ranks(fingerprint, comm)
+    share_still(task, comm)
 
     with owned(out, cfg, place, environ, comm):
         # 2. Where to start from.
@@ -246,10 +250,19 @@ def train(
                 saver.trouble = folder.attempt(partial(folder.add_stop, out, report.round, why, environ))
             saver.agree()
             raise Stopped(report.round, why)
+    check_still(task, saver.fingerprint, comm)
     if first and out is not None and not (out / FINISHED).exists():
         saver.trouble = folder.attempt(partial(finish, out, task, state, progress))
     saver.agree()
     return Outcome(task, state, reports, cfg)
+
+
+def check_still(task: Task, fingerprint: Fingerprint, comm: Comm) -> None:
+    """Raise if the still part of the model is no longer what it was: version counters miss some writes. Collective."""
+    same = not task.still or task.still.sha256() == fingerprint.prints[FROZEN]
+    trouble = "" if same else "training changed the frozen part of the model, past autograd (.data); it must not"
+    if trouble := common_trouble(comm, trouble):
+        raise CommonError(trouble)
 
 
 def measure_end(outcome: Outcome, measures: Measures, log: Log) -> str:
@@ -357,7 +370,22 @@ def fingerprint_of(spec: RunSpec, task: Task, data: Data, meta: Ints, device: to
         "algorithm": sha256(repr((rule.sends, rule.keeps, rule.normalised, moments)).encode()),
         "data set or split of it": sha256(*pieces),
     }
+    prints |= {FROZEN: task.still.sha256()} if task.still else {}
     return Fingerprint(config, prints)
+
+
+def share_still(task: Task, comm: Comm) -> None:
+    """Keep one copy of the still part of the model per node, if the ranks train on the CPU. Collective: it is the same
+    on all of them."""
+    if comm.node is None or not task.still.shareable:
+        return
+    memory = comm.node.bytes(task.still.shareable)
+    if memory is not None and comm.node.leads:
+        task.still.fill(memory)
+    comm.barrier()
+    if memory is not None:
+        task.still.move_to(memory)
+        release_freed_memory()
 
 
 def compare_ranks(fingerprint: Fingerprint, comm: Comm) -> None:
@@ -418,11 +446,13 @@ def finish(out: Path, task: Task, state: State, progress: Progress) -> None:
 
 
 def trained_tensors(task: Task, state: State) -> dict[str, Tensor]:
-    """Return the model's state dict; no two tensors share memory."""
+    """Return the model's state dict without its still part; no two tensors share memory."""
     task.load(state.model_N, state.ints)
+    still = {id(t) for t in task.still.tensors.values()}
     return {
         name: t.detach().cpu().clone(memory_format=torch.contiguous_format)
-        for name, t in task.model.state_dict().items()
+        for name, t in task.model.state_dict(keep_vars=True).items()
+        if id(t) not in still
     }
 
 
@@ -443,10 +473,11 @@ def header(spec: RunSpec, task: Task, comm: Comm) -> str:
     if task.device.type != "cpu":
         ranks += f", on {kind_of(task.device)}, sums on the {'host' if task.sums_device.type == 'cpu' else 'device'}"
     made = isinstance(spec.given.algorithm, Algorithm)
+    frozen = f" trained, {task.still.elements:,} elements frozen" if task.still else ""
     step = replace(cfg.step, together=min(cfg.step.together, cfg.cohort))
     return (
         f"{'an algorithm of your own' if made else rules(cfg)}\n"
-        f"{cfg.model}, {task.layout.params:,} parameters; "
+        f"{cfg.model}, {task.layout.params:,} parameters{frozen}; "
         f"step: {describe_step(step, by_hand=task.by_hand is not None and step.together == 1)}\n"
         f"{cfg.data} split {cfg.split} over {cfg.clients} clients, {cfg.cohort} per round{held}; {ranks}, sum {cfg.sum}"
     )

@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # what config.py makes of the knobs that rules declare
         epochs: int | None = None
         steps: int | None = None
         batch: int = 32
+        freeze: str | None = None
         work: str = "full"
         momentum: float | None = None
         weight_decay: float = 0.0
@@ -51,8 +52,8 @@ else:
 
 LocalDict = TypedDict("LocalDict", {
     "rule": str | None, "lr": float | None, "schedule": str, "epochs": int | None, "steps": int | None, "batch": int,
-    "work": str, "momentum": float | None, "weight_decay": float, "clip": float | None, "clip_update": float | None,
-    "mu": float, "option": str, "gradient": str,
+    "freeze": str | None, "work": str, "momentum": float | None, "weight_decay": float, "clip": float | None,
+    "clip_update": float | None, "mu": float, "option": str, "gradient": str,
 }, total=False)
 
 StepDict = TypedDict("StepDict", {

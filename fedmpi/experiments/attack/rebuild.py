@@ -20,8 +20,9 @@ from ...clients.feed import Pair, make_feed
 from ...clients.task import choose_tests
 from ...data import DATASETS, Data, Ints, Partition
 from ...errors import FileError, UserError, one_line, reason
+from ...flat import parts_of
 from ...models import MODELS, find_model, make_model
-from ...runs.build import USUAL, Overrides, few_samples, load_data, try_model
+from ...runs.build import USUAL, Overrides, few_samples, freeze, load_data, try_model
 from ...runs.checkpoint.format import digest
 from ...runs.config import Config
 from ...runs.folder import FINISHED, MODEL
@@ -142,9 +143,12 @@ def model_of(
     name, samples = cfg.model or USUAL[data.kind], few_samples(data)
     torch.manual_seed(torch_seed(cfg.seed, "model"))
     model = make_model(name, find_model(name), data.offers, data.name) if given is None else copy.deepcopy(given)
+    freeze(model, cfg.local.freeze)
     try:
         if weights is not None:
-            model.load_state_dict(weights, strict=True)
+            still = {id(t) for t in parts_of(model).still.values()}  # not in the file
+            kept = {key: t for key, t in model.state_dict(keep_vars=True).items() if id(t) in still}
+            model.load_state_dict(kept | weights, strict=True)
     except RuntimeError as error:
         raise UserError(
             f"the model '{name}' is not that of the run in '{run.folder}': {one_line(error)[:300]}{AGAIN}"
