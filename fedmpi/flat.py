@@ -1,21 +1,23 @@
 """A model as one flat vector: trainable parameters first, then float buffers; and how a vector is cut.
 
     N  the whole vector, padded so that every rank owns a slice of the same length
-    P  the trainable parameters: what is trained, masked and moved by the server's rule
+    P  the trainable parameters: what is trained, shared, masked and moved by the server's rule
     P..L  float buffers (BatchNorm's running statistics): averaged, never masked
     L..N  padding, always zero
 
 `bind` makes the model's tensors views of such a vector, so that a step on the vector is a step of the model and
 nothing is copied. Integer buffers (BatchNorm's step counter) are few: they travel next to the vector, and the maximum
-over the clients counts. Everything else is *still*: frozen parameters, buffers that the model does not save
+over the clients counts. Parameters and float buffers that are *private* have a vector of their own, which belongs to
+one client at a time: buffers first, then parameters, so that in memory in front of N they and P are one vector, T:
+what a client trains. Everything else is *still*: frozen parameters, buffers that the model does not save
 (`persistent=False`) and float buffers of another type. It is in no vector, and training must not change it
 (clients/still.py). A rank owns a slice of the vector; buckets of a slice travel at once; tiles fit the cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -47,6 +49,15 @@ class Span:
 
 
 @dataclass(frozen=True)
+class Private:
+    """Where private tensors lie in a client's own vector: float buffers, then `params` elements that are trained."""
+
+    spans: tuple[Span, ...] = ()
+    params: int = 0
+    length: int = 0
+
+
+@dataclass(frozen=True)
 class Layout:
     """Where the tensors of a model lie in its vector, how many elements are trained, and its integer buffers."""
 
@@ -55,6 +66,19 @@ class Layout:
     length: int
     ints: tuple[str, ...]
     align: int = field(default=1, repr=False)  # slices begin at multiples of it; no part of a run's fingerprint
+    private: Private = field(default=Private(), repr=False)
+
+    @property
+    def trained(self) -> int:
+        """Return the length T of what a client trains."""
+        return self.private.params + self.params
+
+    def trained_spans(self) -> list[Span]:
+        """Return where the trained tensors lie in T."""
+        first = self.private.length - self.private.params
+        own = [replace(span, start=span.start - first) for span in self.private.spans if span.start >= first]
+        shared = [span for span in self.spans if span.start < self.params]
+        return own + [replace(span, start=span.start + self.private.params) for span in shared]
 
     def padded(self, ranks: int) -> int:
         """Return the length N: the next multiple of the number of ranks, times the alignment."""
@@ -62,17 +86,32 @@ class Layout:
 
 
 def layout_of(
-    model: nn.Module, channels_last: bool = False, dtype: torch.dtype = torch.float32, align: int = 1
+    model: nn.Module,
+    channels_last: bool = False,
+    dtype: torch.dtype = torch.float32,
+    align: int = 1,
+    private: Collection[str] = (),
 ) -> Layout:
-    """Return the layout of a model: trainable parameters, then float buffers, in the model's order."""
+    """Return the layout of a model: trainable parameters, then float buffers, in the model's order; those whose names
+    are `private` in a vector of their own."""
     parts = parts_of(model, dtype)
     check_trained(parts.trained, dtype)
-    spans, at = [], 0
-    for name, tensor in (parts.trained | parts.floats).items():
-        spans.append(Span(name, at, tensor.shape, channels_last and tensor.dim() == 4))
-        at += tensor.numel()
-    count = sum(p.numel() for p in parts.trained.values())
-    return Layout(tuple(spans), count, at, tuple(parts.ints), align)
+
+    def lay(*groups: dict[str, Tensor]) -> tuple[tuple[Span, ...], int]:
+        spans, at = [], 0
+        for group in groups:
+            for name, tensor in group.items():
+                spans.append(Span(name, at, tensor.shape, channels_last and tensor.dim() == 4))
+                at += tensor.numel()
+        return tuple(spans), at
+
+    own, own_floats = ({n: t for n, t in group.items() if n in private} for group in (parts.trained, parts.floats))
+    shared, floats = ({n: t for n, t in group.items() if n not in private} for group in (parts.trained, parts.floats))
+    count, own_count = (sum(p.numel() for p in group.values()) for group in (shared, own))
+    if not count:
+        raise UserError("--local.private takes all trained parameters, so there is none to share; leave some out")
+    (spans, length), (own_spans, own_length) = lay(shared, floats), lay(own_floats, own)
+    return Layout(spans, count, length, tuple(parts.ints), align, Private(own_spans, own_count, own_length))
 
 
 class Parts(NamedTuple):
@@ -118,15 +157,15 @@ def check_trained(trained: Mapping[str, Tensor], dtype: torch.dtype) -> None:
             end, before = parameter.data_ptr() + parameter.numel() * parameter.element_size(), name
 
 
-def matching(model: nn.Module, patterns: str, option: str) -> list[str]:
-    """Return the names of the parameters that patterns, separated by commas, match: shell patterns such as
-    'features.*', or the name of a module, which stands for all of its parameters."""
-    names, found = [name for name, _ in model.named_parameters()], dict[str, None]()
+def matching(names: Sequence[str], patterns: str, option: str) -> list[str]:
+    """Return the names of the tensors that patterns, separated by commas, match: shell patterns such as 'features.*',
+    or the name of a module, which stands for all of its tensors."""
+    found = dict[str, None]()
     for pattern in (word.strip() for word in patterns.split(",")):
         hits = [name for name in names if fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")]
         if not pattern or not hits:
-            some = ", ".join(names[:3] + ["..."] * (len(names) > 6) + names[3:][-3:])
-            raise UserError(f"{option}: '{pattern}' matches no parameter of the model; it has {some}")
+            some = ", ".join([*names[:3], *["..."] * (len(names) > 6), *names[3:][-3:]])
+            raise UserError(f"{option}: '{pattern}' matches nothing in the model; it has {some}")
         found |= dict.fromkeys(hits)
     return list(found)
 
@@ -149,10 +188,10 @@ def even_slices(length: int, most: int) -> Iterator[slice]:
         yield slice(length * k // count, length * (k + 1) // count)
 
 
-def bind(model: nn.Module, layout: Layout, x: Tensor) -> None:
-    """Copy the model into x, then make its tensors views of x."""
+def bind(model: nn.Module, spans: Iterable[Span], x: Tensor) -> None:
+    """Copy tensors of the model into x, then make them views of x."""
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-    for span in layout.spans:
+    for span in spans:
         tensor, view = tensors[span.name], span.view(x)
         view.copy_(tensor.detach())
         tensor.data = view

@@ -18,9 +18,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from federation import run_rounds
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedmpi.algorithms import Algorithm
+from fedmpi.clients.still import Still
 from fedmpi.clients.task import Task
 from fedmpi.clients.training import Delivery, Global, Start, train_clients
 from fedmpi.cohort import Work
@@ -64,6 +65,8 @@ class Parabola:
     `whole` holds all samples as (target, share), at first those of an epoch in equal shares. It remembers what it was
     asked, and hands out one and the same memory for every gradient, as a real model does.
     """
+
+    private = 0
 
     def __init__(
         self,
@@ -192,6 +195,7 @@ class QuadraticTask:
 
     device = sums_device = torch.device("cpu")
     drop_out_of_memory = False
+    still = Still(nn.Module())
     layout = Layout(spans=(), params=2, length=2, ints=())
 
     def __init__(

@@ -34,7 +34,7 @@ from ..comm import Comm, Rows
 from ..device import CPU, synchronise
 from ..errors import CommonError, UserError, unknown
 from ..flat import Layout, tile_size, tiles
-from ..local import LocalResult, LocalRule, Update
+from ..local import PRIVATE, LocalResult, LocalRule, Update
 from .compress import Compressor
 
 log = logging.getLogger("fedmpi")
@@ -190,7 +190,7 @@ def check_range(x: Tensor, limit: float, why: str) -> None:
         raise Unusable(f"its update reaches {max(-low, high):.3g}, beyond the range of {limit:.3g}{why}")
 
 
-def check_declared(result: LocalResult, rule: LocalRule, params: int) -> None:
+def check_declared(result: LocalResult, rule: LocalRule, layout: Layout) -> None:
     """Raise `Unusable` if the names or lengths of the vectors are not those that the client rule declares."""
     for what, given, declared in (
         ("sends", result.sends, [channel.name for channel in rule.sends]),
@@ -199,8 +199,9 @@ def check_declared(result: LocalResult, rule: LocalRule, params: int) -> None:
         if set(given) != set(declared):
             raise Unusable(f"it {what} {sorted(given)}, but its rule declares {sorted(declared)}")
         for name, vector_P in given.items():
-            if vector_P.shape != (params,):
-                raise Unusable(f"it {what} a '{name}' of shape {tuple(vector_P.shape)}, not ({params},)")
+            wanted = layout.private.length if name == PRIVATE else layout.params
+            if vector_P.shape != (wanted,):
+                raise Unusable(f"it {what} a '{name}' of shape {tuple(vector_P.shape)}, not ({wanted},)")
 
 
 @dataclass(frozen=True)
@@ -299,7 +300,7 @@ class Sums:
             raise Unusable(f"its training loss is {update.loss:g}")
         if self.rule.normalised and not (isinstance(steps, int | float) and 0 < steps < MOST):
             raise Unusable(f"its steps are {steps}, which must be a number between 0 and {MOST:.0f}")
-        check_declared(result, self.rule, self.layout.params)
+        check_declared(result, self.rule, self.layout)
         for what, given in (("sends", result.sends), ("keeps", result.keeps)):
             for name, vector_P in given.items():
                 if not bool(vector_P.isfinite().all()):

@@ -4,12 +4,13 @@ The model's tensors are views of one flat vector, so a job's `x_P` is the model,
 too. A client's random draws depend on (seed, round, client) only; those of layers (dropout) and augmentation also
 depend on the batch. So a gradient is a function of a point and a batch.
 
-N: the full padded vector.  P: its trainable parameters.
+N: the full padded vector.  P: its trainable parameters.  T: what a client trains: its private parameters, which lie in
+memory in front of N, and P. Without private parameters T is P. Rules call it P.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,6 +18,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..cohort import Work
@@ -24,7 +26,7 @@ from ..data import Data, Partition
 from ..data.objective import Objective, cross_entropy
 from ..device import CPU, Download, pins, seed_layers, upload, without_fused_rnn
 from ..flat import bind, layout_of, read_ints, write_ints
-from ..local import LocalResult, LocalRule, Update
+from ..local import PRIVATE, LocalResult, LocalRule, Update
 from ..models.kernels.byhand import by_hand
 from ..seeds import generator, torch_seed
 from .execution import PLAIN, Mode
@@ -55,17 +57,22 @@ class ModelJob:
     """One client's training with a real model: a `local.Job`."""
 
     def __init__(self, task: Task, start: Start) -> None:
-        params = task.layout.params
+        params, self.private = task.layout.params, task.layout.private.params
         self.task, self.start_N = task, start.model_N
         self.round, self.cid, self.work = start.round, start.cid, start.work
-        self.start_P = start.model_N[:params]
-        self.shared: Mapping[str, Tensor] = {name: vector_N[:params] for name, vector_N in start.shared.items()}
-        self.memory: Mapping[str, Tensor] = {n: upload(vector_P, task.device) for n, vector_P in start.memory.items()}
-        task.load(start.model_N, start.ints)
-        self.x_P, self.delta_P = task.x_N[:params], task.delta_N[:params]
+        memory = {n: upload(vector, task.device) for n, vector in start.memory.items()}
+        task.load(start.model_N, start.ints, memory.pop(PRIVATE, None))
+        self.x_P, self.delta_P = task.x_T, task.delta_T
+        self.start_P = self.x_P.clone() if self.private else start.model_N[:params]
+        self.shared: Mapping[str, Tensor] = {n: self.behind(vector_N[:params]) for n, vector_N in start.shared.items()}
+        self.memory: Mapping[str, Tensor] = {n: self.behind(vector_P) for n, vector_P in memory.items()}
         task.model.train()
         self.loss_sum = torch.zeros((), device=task.device)
         self.samples = 0  # in loss_sum
+
+    def behind(self, vector_P: Tensor) -> Tensor:
+        """Return a vector of the shared parameters as one of T, with zeros for the private ones."""
+        return F.pad(vector_P, (self.private, 0)) if self.private else vector_P
 
     def batches(self, leave: int = 0) -> Iterator[Batch]:
         """Yield batches; the last one of an epoch may be short."""
@@ -101,18 +108,18 @@ class ModelJob:
             self.x_P.copy_(kept_P)
         self.loss_sum.add_(loss, alpha=len(batch.samples))
         self.samples += len(batch.samples)
-        return self.task.grad_P
+        return self.task.grad_T
 
     def linearise(self, batch: Batch) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         return self.task.linearise(batch)
 
     @contextmanager
     def without_side_effects(self) -> Iterator[None]:
-        buffers = self.task.x_N[self.task.layout.params :]
-        kept, ints = buffers.clone(), read_ints(self.task.model, self.task.layout)
+        buffers = self.task.float_buffers()
+        kept, ints = [buffer.clone() for buffer in buffers], read_ints(self.task.model, self.task.layout)
         loss_sum, samples = self.loss_sum.clone(), self.samples
         yield
-        buffers.copy_(kept)
+        torch._foreach_copy_(buffers, kept)
         write_ints(self.task.model, self.task.layout, ints)
         self.loss_sum, self.samples = loss_sum, samples
 
@@ -127,6 +134,16 @@ class ModelJob:
         buffers = slice(layout.params, layout.length)
         torch.sub(self.task.x_N[buffers], self.start_N[buffers], out=self.task.delta_N[buffers])
         ints = read_ints(self.task.model, layout)
+        if self.private:
+            shared = slice(self.private, None)
+            result = replace(
+                result,
+                delta_P=self.delta_P[shared],
+                sends={name: vector[shared] for name, vector in result.sends.items()},
+                keeps={name: vector[shared] for name, vector in result.keeps.items()},
+            )
+        if layout.private.length:
+            result = replace(result, keeps={**result.keeps, PRIVATE: self.task.private})
         return self.task.deliver(self.cid, self.loss_sum, max(self.samples, 1), ints, result)
 
 
@@ -151,31 +168,39 @@ class Task:
         data_on_host: bool = False,
         drop_out_of_memory: bool = False,
         graphs: bool = False,
+        private: Collection[str] = (),
     ) -> None:
         self.model, self.partition, self.seed, self.device = model.to(device), partition, seed, device
         self.sums_device = device if sums_device is None else sums_device
         self.download = Download(device) if self.sums_device == CPU and pins(device) else None
         self.mode, self.forward = mode, mode.forward(self.model, device)
-        self.layout = layout_of(model, channels_last, dtype, 1 if self.sums_device == CPU else ALIGNED)
+        self.layout = layout_of(model, channels_last, dtype, 1 if self.sums_device == CPU else ALIGNED, private)
         self.still = Still(model, dtype)
-        length = self.layout.padded(ranks)
-        self.x_N, self.delta_N = (torch.zeros(length, device=device, dtype=dtype) for _ in range(2))
-        self.grad_P = torch.zeros(self.layout.params, device=device, dtype=dtype)
+        front = -(-self.layout.private.length // ALIGNED) * ALIGNED
+        length = front + self.layout.padded(ranks)
+        x, delta = (torch.zeros(length, device=device, dtype=dtype) for _ in range(2))
+        self.x_N, self.delta_N = x[front:], delta[front:]
+        trained = slice(front - self.layout.private.params, front + self.layout.params)
+        self.x_T, self.delta_T = x[trained], delta[trained]
+        self.private = x[front - self.layout.private.length : front]
+        self.grad_T = torch.zeros(self.layout.trained, device=device, dtype=dtype)
         self.feed, self.goal = make_feed(data, device, dtype, workers, data_on_host), data.goal
         self.drop_out_of_memory = drop_out_of_memory
         self.attach()
+        self.first_private = self.private.clone()  # what a client starts from that has none of its own yet
         self.graphs = Graphs(self.by_autograd, self.buffers) if graphs else None
         self.meta = upload(torch.from_numpy(np.zeros(0, np.int64) if meta is None else meta), self.feed.index_device)
         self.fetched: dict[str, Tensor] = {}  # on an accelerator: the state of the round
         self.tests = choose_tests(self.feed.tests, tests)
 
     def attach(self) -> None:
-        """Make the model's tensors views of `x_N`, and prepare views of `grad_P` for its gradients."""
-        bind(self.model, self.layout, self.x_N)
+        """Make the model's tensors views of `x_N`, and prepare views of `grad_T` for its gradients."""
+        bind(self.model, self.layout.spans, self.x_N)
+        bind(self.model, self.layout.private.spans, self.private)
         tensors = dict(self.model.named_parameters())
-        self.spans = [span for span in self.layout.spans if span.start < self.layout.params]
+        self.spans = self.layout.trained_spans()
         self.params = [tensors[span.name] for span in self.spans]
-        self.grads = [span.view(self.grad_P) for span in self.spans]
+        self.grads = [span.view(self.grad_T) for span in self.spans]
         plain = self.mode == PLAIN and self.goal.loss is cross_entropy
         self.by_hand = by_hand(self.model, self.params, self.grads) if plain else None
 
@@ -186,7 +211,7 @@ class Task:
         return self.goal.loss((forward or self.forward)(x), y, "mean")
 
     def gradient(self, batch: Batch) -> Tensor:
-        """Write the gradient of a batch's mean loss to `grad_P`; return the loss."""
+        """Write the gradient of a batch's mean loss to `grad_T`; return the loss."""
         if self.by_hand is not None:
             x, y = self.feed.train(batch)
             if isinstance(self.feed, ArrayFeed) or int(y.min()) >= 0:  # torch's cross entropy ignores labels of -100
@@ -197,7 +222,7 @@ class Task:
         return self.by_autograd(x, y) if self.graphs is None else self.graphs(x, y)
 
     def by_autograd(self, x: Tensor, y: Tensor) -> Tensor:
-        """Write the gradient of a batch's mean loss to `grad_P`; return the loss."""
+        """Write the gradient of a batch's mean loss to `grad_T`; return the loss."""
         with torch.enable_grad():
             loss = self.goal.loss(self.forward(x), y, "mean")
         grads = torch.autograd.grad(loss, self.params, allow_unused=True, materialize_grads=True)
@@ -207,7 +232,12 @@ class Task:
     def buffers(self) -> list[Tensor]:
         """Return what a forward pass in training may change: float buffers, and integer ones."""
         named = dict(self.model.named_buffers())
-        return [self.x_N[self.layout.params :], *(named[name] for name in self.layout.ints)]
+        return [*self.float_buffers(), *(named[name] for name in self.layout.ints)]
+
+    def float_buffers(self) -> list[Tensor]:
+        """Return the shared float buffers and the private ones."""
+        own = self.layout.private
+        return [self.x_N[self.layout.params :], self.private[: own.length - own.params]]
 
     def linearise(self, batch: Batch) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Return the gradient of a batch's mean loss and the function v -> H v, valid until the model changes."""
@@ -224,7 +254,7 @@ class Task:
                 self.flatten(grad(of, self.params, along, retain_graph=True), out_P)  # kept for further products
             return out_P
 
-        flat_P = torch.empty_like(self.grad_P)
+        flat_P = torch.empty_like(self.grad_T)
         self.flatten([g.detach() for g in grads], flat_P)
         return flat_P, times_hessian
 
@@ -237,9 +267,10 @@ class Task:
         """Return a copy of the current model where it is summed: its vector, and its integer buffers on the host."""
         return self.x_N.to(self.sums_device, copy=True), read_ints(self.model, self.layout).to(CPU)
 
-    def load(self, model_N: Tensor, ints: Tensor) -> None:
-        """Load parameters and buffers into the model."""
+    def load(self, model_N: Tensor, ints: Tensor, private: Tensor | None = None) -> None:
+        """Load parameters and buffers into the model: the private ones of a client, or those of the beginning."""
         self.x_N.copy_(model_N)
+        self.private.copy_(self.first_private if private is None else private)
         write_ints(self.model, self.layout, upload(ints, self.device))
 
     def fetch(self, state: Global) -> tuple[Tensor, Mapping[str, Tensor], Tensor]:
@@ -300,7 +331,7 @@ class Task:
         self.load(model_N, ints)  # per block: training moves buffers, and blocks must not depend on each other
         self.model.train()
         self.gradient(Batch(self.meta[block], torch_seed(self.seed, "meta", round, block.start)))
-        return self.grad_P.to(self.sums_device)
+        return self.grad_T[self.layout.private.params :].to(self.sums_device)
 
     def score(
         self, blocks: Sequence[slice], by_class: bool = False, metrics: Mapping[str, Total] | None = None

@@ -97,7 +97,9 @@ class Together(Task):
     def __init__(self, *given: Any, clients: int, **named: Any) -> None:
         super().__init__(*given, **named)
         self.x_KN, self.delta_KN = (torch.zeros(clients, len(self.x_N)).to(self.x_N) for _ in range(2))
-        self.grad_KP = torch.zeros(clients, self.layout.params).to(self.grad_P)
+        if self.layout.private.length:
+            raise UserError("--local.private and --step.together are both given; a stacked model has no private part")
+        self.grad_KP = torch.zeros(clients, self.layout.params).to(self.grad_T)
         self.seats = [Seat(self, row) for row in range(clients)]
         self.logged: set[str] = set()
 
@@ -203,7 +205,8 @@ class Seat(Task):
     def __init__(self, whole: Together, row: int) -> None:
         self.__dict__.update(whole.__dict__)  # data, layout and the rest are shared
         self.row, self.model = row, twin(whole.model)
-        self.x_N, self.delta_N, self.grad_P = whole.x_KN[row], whole.delta_KN[row], whole.grad_KP[row]
+        self.x_N, self.delta_N, self.grad_T = whole.x_KN[row], whole.delta_KN[row], whole.grad_KP[row]
+        self.x_T, self.delta_T = self.x_N[: self.layout.params], self.delta_N[: self.layout.params]
         self.attach()
         self.forward = self.mode.forward(self.model, self.device)
 

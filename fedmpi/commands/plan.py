@@ -41,7 +41,7 @@ from ..local import Update as ClientUpdate
 from ..meta import take_meta_step
 from ..plugins.knobs import knob
 from ..rounds import Plan, State, begin, make_sums, move_model
-from ..runs.build import RunSpec, load_data, make_task, plan_of, prepare
+from ..runs.build import RunSpec, load_data, make_memory, make_task, plan_of, prepare
 from ..runs.log import set_up
 from ..runs.malloc import keep_freed_memory
 from ..runs.options import HELP, flag, parse, read_options, several
@@ -252,7 +252,7 @@ def try_step(spec: RunSpec, task: Task, plan: Plan) -> int:
     algorithm, cfg = spec.algorithm, spec.cfg
     state = begin(task, algorithm, SoloComm())
     task.delta_N.zero_()  # fresh memory takes no pages until it is written
-    task.grad_P.zero_()
+    task.grad_T.zero_()
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = status("VmRSS")
@@ -329,14 +329,15 @@ def forecast(
         "data": data_size(data, local),
         "split": each(sum(x.nbytes for x in (task.partition.offsets, sizes, task.partition.order))),
         **({"frozen part": still} if task.still else {}),
-        "work vectors": each(4 * (2 * padded + layout.params)),
+        "work vectors": each(4 * (2 * (padded + layout.private.length) + layout.trained)),
         **DryRank(DryComm(0, nodes, shares), algorithm, task, plan).memory(),
         "checkpoint": each(4 * padded // ranks * vectors if cfg.checkpoint.keep else 0),
     }
     if keeps:  # at the end of the run, up to --memory.limit: the rest is in files
         rows = math.ceil(min(cfg.clients, cfg.rounds * cfg.cohort) / ranks)
         rows += int(balance["most"])  # a round writes its own next to the old ones
-        memory["clients' memories"] = each(min(4 * layout.params * len(keeps) * rows, int(cfg.memory.limit * 2**30)))
+        row = 4 * sum(make_memory(spec, task).sizes)
+        memory["clients' memories"] = each(min(row * rows, int(cfg.memory.limit * 2**30)))
     return {
         "ranks": ranks,
         "nodes": len(nodes),

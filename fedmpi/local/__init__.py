@@ -14,7 +14,7 @@ from ..knobs import LocalKnobs
 from ..plugins import find, refuse
 from .descent import Descent, clipping, whole_gradient
 from .fedgma2021 import fedgma2021
-from .job import Channel, Job, LocalResult, LocalRule, Update
+from .job import PRIVATE, Channel, Job, LocalResult, LocalRule, Update
 from .nova import nova
 from .prox import prox
 from .scaffold import scaffold
@@ -22,7 +22,7 @@ from .sgd import sgd
 from .uga import uga
 
 __all__ = ["RULES", "Channel", "Descent", "Job", "LocalKnobs", "LocalResult", "LocalRule", "Update", "make_local"]
-__all__ += ["fedgma2021", "nova", "prox", "scaffold", "sgd", "uga", "whole_gradient"]
+__all__ += ["PRIVATE", "fedgma2021", "nova", "prox", "scaffold", "sgd", "uga", "whole_gradient"]
 
 RULES: Mapping[str, Callable[[LocalKnobs], LocalRule]] = {
     "sgd": lambda k: sgd(k.lr, k.momentum, k.weight_decay, k.clip),
@@ -48,6 +48,6 @@ def bounded(rule: LocalRule, most: float) -> LocalRule:
 
     def run(job: Job) -> LocalResult:
         result = rule(job)
-        return replace(result, delta_P=result.delta_P * clipping(result.delta_P, most))
+        return replace(result, delta_P=result.delta_P * clipping(result.delta_P[job.private :], most))
 
     return replace(rule, run=run)

@@ -14,13 +14,18 @@ from torch import Tensor
 
 from ..errors import UserError, unknown
 
+PRIVATE = "private parameters"  # the name by which a client keeps the part of the model that it does not share
+
 
 class Job(Protocol):
     """One client's training in one round. Its gradients are functions of a point and a batch: asked twice, they give
-    the same. `start_P`, `shared` and `memory` are read-only."""
+    the same. `start_P`, `shared` and `memory` are read-only. If parameters are private (--local.private), they are the
+    first elements of every vector of the job: a rule trains them like the others, and what it sends of them is cut off.
+    """
 
     round: int  # 1, 2, ...
     cid: int  # the number of the client
+    private: int  # how many of the first elements are private
     start_P: Tensor  # the global parameters
     x_P: Tensor  # the client's own copy of them, to be trained in place
     delta_P: Tensor  # memory for the result, until then free to use
@@ -91,6 +96,7 @@ class LocalRule:
     sends: tuple[Channel, ...] = ()  # the channels next to the delta
     keeps: tuple[str, ...] = ()  # the vectors a client keeps from one of its rounds to the next, on its home rank
     normalised: bool = False  # deltas come divided by `steps`; the server multiplies by the weighted mean of them
+    trains: bool = True  # `job.x_P` ends as what the client has learned, so that it may keep a private part of it
 
     def __post_init__(self) -> None:
         declared = ((self.sends, Channel), (self.keeps, str))

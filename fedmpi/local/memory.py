@@ -1,4 +1,5 @@
-"""What clients keep from one of their rounds to the next (SCAFFOLD's control variates), on their home rank.
+"""What clients keep from one of their rounds to the next (SCAFFOLD's control variates, private parameters), on their
+home rank.
 
 A client gets a row when it has first taken part; clients that never did cost nothing. What is kept in a round is
 staged in spare rows and takes its place when the round is done, so a round that fails changes nothing. Rows live in
@@ -23,12 +24,20 @@ BLOCK_BYTES = 64 << 20
 
 
 class Memory:
-    """Vectors by client id and name, float32 of one length, zero before they were kept first."""
+    """Vectors by client id and name, float32. Before a client has kept one it is zero and of that length, or is what
+    `first` has by its name."""
 
     def __init__(
-        self, names: tuple[str, ...] = (), length: int = 0, limit_bytes: int = 1 << 62, folder: Path | None = None
+        self,
+        names: tuple[str, ...] = (),
+        length: int = 0,
+        limit_bytes: int = 1 << 62,
+        folder: Path | None = None,
+        first: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.names, self.length, self.limit_bytes, self.folder = names, length, limit_bytes, folder
+        self.first = first or {}
+        self.sizes = [self.first[name].numel() if name in self.first else length for name in names]
         self.rows: dict[int, Tensor] = {}
         self.staged: dict[int, Tensor] = {}
         self.spare: list[Tensor] = []
@@ -46,8 +55,10 @@ class Memory:
 
     def read(self, cid: int) -> dict[str, Tensor]:
         """Return what a client kept: read only, and valid until the next `commit`."""
-        row = self.rows.get(cid)
-        return self._by_name(torch.zeros(len(self.names) * self.length) if row is None else row)
+        if (row := self.rows.get(cid)) is not None:
+            return self._by_name(row)
+        zeros = torch.zeros(self.length)
+        return {name: self.first.get(name, zeros) for name in self.names}
 
     def stage(self, cid: int, values: Mapping[str, Tensor]) -> None:
         """Stage a client's vectors, to replace those it kept before."""
@@ -94,10 +105,10 @@ class Memory:
         self.changed.add(cid)
 
     def _by_name(self, row: Tensor) -> dict[str, Tensor]:
-        return dict(zip(self.names, row.view(len(self.names), -1).unbind(0), strict=True)) if self.names else {}
+        return dict(zip(self.names, torch.split(row, self.sizes), strict=True)) if self.names else {}
 
     def _new_row(self) -> Tensor:
-        elements = len(self.names) * self.length
+        elements = sum(self.sizes)
         if self.in_memory + 4 * elements <= self.limit_bytes:
             self.in_memory += 4 * elements
             return torch.empty(elements)

@@ -46,7 +46,7 @@ def uga(descent: Descent, trace_bytes: int = TRACE_BYTES) -> LocalRule:
             gradient_P = trace.backward(a_P)
         return LocalResult(torch.neg(gradient_P, out=job.delta_P))
 
-    return LocalRule(run)
+    return LocalRule(run, trains=False)
 
 
 class Trace:

@@ -46,8 +46,8 @@ from ..data.objective import check_outputs, try_objective
 from ..data.splits import SplitSpec
 from ..device import free_bytes, records_graphs, sums_device
 from ..errors import RunError, UserError, one_line, unknown
-from ..flat import matching
-from ..local import LocalKnobs, make_local
+from ..flat import matching, parts_of
+from ..local import PRIVATE, LocalKnobs, LocalRule, make_local
 from ..local.memory import Memory
 from ..masks import MASKS, MaskKnobs, make_mask
 from ..masks import try_out as try_mask
@@ -67,6 +67,7 @@ from .measures import make_measure, measure_names
 log = logging.getLogger("fedmpi")
 
 USUAL = {"images": "lenet", "sequences": "gru", "numbers": "logistic"}
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 LABELLED = ("classes", "dirichlet", "mixed")  # the splits that deal by label
 
 
@@ -303,6 +304,11 @@ def make_task(
     layout = layouts[row.channels_last] if cfg.step.layout == "auto" else cfg.step.layout
     cfg = replace(cfg, model=name, step=replace(cfg.step, layout=layout))
     try_model(model, name, data, samples, device)
+    own = private_names(model, cfg.local.private, spec.algorithm.local)
+    if own:
+        rule = spec.algorithm.local
+        algorithm = replace(spec.algorithm, local=replace(rule, keeps=(*rule.keeps, PRIVATE)))
+        spec = replace(spec, algorithm=algorithm)
     at_once = min(cfg.step.together, cfg.cohort)
     make = partial(Together, clients=at_once) if at_once > 1 else Task
     if cfg.step.graphs and not records_graphs(device):
@@ -323,6 +329,7 @@ def make_task(
         data_on_host=cfg.data_on == "host" or (cfg.data_on == "auto" and not fits(data, device)),
         drop_out_of_memory=cfg.step.out_of_memory == "drop",
         graphs=cfg.step.graphs,
+        private=own,
     )
     try_mode(task, name, samples, min(cfg.local.batch, int(partition.sizes.max())))
     if isinstance(task, Together):
@@ -332,9 +339,24 @@ def make_task(
 
 def freeze(model: nn.Module, patterns: str | None) -> None:
     """Freeze the parameters that patterns match."""
-    frozen = [] if patterns is None else matching(model, patterns, "--local.freeze")
-    for name in frozen:
+    names = [name for name, _ in model.named_parameters()]
+    for name in [] if patterns is None else matching(names, patterns, "--local.freeze"):
         model.get_parameter(name).requires_grad_(False)
+
+
+def private_names(model: nn.Module, patterns: str | None, rule: LocalRule) -> list[str]:
+    """Return the names of the parameters and float buffers that clients keep to themselves."""
+    if patterns is None:
+        return []
+    if not rule.trains:
+        raise UserError("--local.private is given, but this client rule sends gradients and trains no model of its own")
+    parts = parts_of(model)
+    norms = [name for name, module in model.named_modules() if isinstance(module, NORMS)]
+    words = [",".join(norms) if word.strip() == "bn" and norms else word for word in patterns.split(",")]
+    found = matching([*parts.trained, *parts.floats, *parts.still], ",".join(words), "--local.private")
+    if frozen := [name for name in found if name in parts.still]:
+        raise UserError(f"--local.private: '{frozen[0]}' is frozen; a private parameter is trained: leave it out")
+    return found
 
 
 def fits(data: Data, device: torch.device) -> bool:
@@ -391,4 +413,4 @@ def make_memory(spec: RunSpec, task: Task) -> Memory:
         folder = Path(tempfile.gettempdir())
         if names:
             log.warning("the run folder is not seen here: clients' memories beyond the limit go to %s", folder)
-    return Memory(names, task.layout.params, int(cfg.limit * 2**30), folder)
+    return Memory(names, task.layout.params, int(cfg.limit * 2**30), folder, {PRIVATE: task.first_private.cpu()})

@@ -60,7 +60,10 @@ class LocalRun:
     """Samples per batch."""
     freeze: str | None = None
     """Parameters to leave as they are: shell patterns such as 'features.*' or names of modules, separated by commas.
-    They are neither sent nor saved."""
+    They are neither sent nor saved. Default: those that the model has frozen."""
+    private: str | None = None
+    """Parameters and float buffers that every client keeps to itself: patterns or modules as for --local.freeze, or bn
+    for all BatchNorm layers. Default: none."""
     work: str = "full"
     """Share of its steps that a client does: full, uniform:LOW,HIGH, or stragglers:PART,LOW,HIGH."""
 

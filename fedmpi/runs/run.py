@@ -371,6 +371,7 @@ def fingerprint_of(spec: RunSpec, task: Task, data: Data, meta: Ints, device: to
         "data set or split of it": sha256(*pieces),
     }
     prints |= {FROZEN: task.still.sha256()} if task.still else {}
+    prints |= {"private part of the model": sha256(task.first_private.cpu().numpy())} if len(task.private) else {}
     return Fingerprint(config, prints)
 
 
@@ -446,13 +447,14 @@ def finish(out: Path, task: Task, state: State, progress: Progress) -> None:
 
 
 def trained_tensors(task: Task, state: State) -> dict[str, Tensor]:
-    """Return the model's state dict without its still part; no two tensors share memory."""
+    """Return the model's state dict without what is still or private; no two tensors share memory."""
     task.load(state.model_N, state.ints)
     still = {id(t) for t in task.still.tensors.values()}
+    private = {span.name for span in task.layout.private.spans}
     return {
         name: t.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, t in task.model.state_dict(keep_vars=True).items()
-        if id(t) not in still
+        if id(t) not in still and name not in private
     }
 
 
@@ -474,6 +476,7 @@ def header(spec: RunSpec, task: Task, comm: Comm) -> str:
         ranks += f", on {kind_of(task.device)}, sums on the {'host' if task.sums_device.type == 'cpu' else 'device'}"
     made = isinstance(spec.given.algorithm, Algorithm)
     frozen = f" trained, {task.still.elements:,} elements frozen" if task.still else ""
+    frozen += f", {len(task.private):,} private per client" if len(task.private) else ""
     step = replace(cfg.step, together=min(cfg.step.together, cfg.cohort))
     return (
         f"{'an algorithm of your own' if made else rules(cfg)}\n"

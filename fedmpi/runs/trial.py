@@ -17,7 +17,7 @@ from ..clients.task import Task
 from ..clients.training import Start, Trainer
 from ..cohort import Work
 from ..errors import UserError, raised
-from ..local import LocalResult, LocalRule
+from ..local import PRIVATE, LocalResult, LocalRule
 from ..local.memory import Memory
 
 STEPS = 2
@@ -42,7 +42,7 @@ def try_once(rule: LocalRule, task: Task, work: Work) -> str:
     """Return what is wrong with a rule on a job of the first client; '' if nothing is."""
     start_N, ints = task.start()
     start_N = start_N.to(task.device)
-    memory = Memory(rule.keeps, task.layout.params).read(0)
+    memory = Memory(rule.keeps, task.layout.params, first={PRIVATE: task.first_private}).read(0)
     shared = {c.name: torch.zeros_like(start_N) for c in rule.sends if c.to == "shared"}
     start = Start(start_N, ints, 1, 0, work, shared, memory)
     before = start.versions
@@ -53,8 +53,7 @@ def try_once(rule: LocalRule, task: Task, work: Work) -> str:
             result: object = rule(job)
             if not isinstance(result, LocalResult):
                 return f"returned {type(result).__name__} for a client; it must return a LocalResult"
-            job.deliver(result)()
-            check_declared(result, rule, task.layout.params)
+            check_declared(job.deliver(result)().result, rule, task.layout)
         except Unusable as error:
             return f"does not deliver what it declares: {error}"
         except (Exception, SystemExit) as error:

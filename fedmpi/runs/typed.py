@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # what config.py makes of the knobs that rules declare
         steps: int | None = None
         batch: int = 32
         freeze: str | None = None
+        private: str | None = None
         work: str = "full"
         momentum: float | None = None
         weight_decay: float = 0.0
@@ -52,8 +53,8 @@ else:
 
 LocalDict = TypedDict("LocalDict", {
     "rule": str | None, "lr": float | None, "schedule": str, "epochs": int | None, "steps": int | None, "batch": int,
-    "freeze": str | None, "work": str, "momentum": float | None, "weight_decay": float, "clip": float | None,
-    "clip_update": float | None, "mu": float, "option": str, "gradient": str,
+    "freeze": str | None, "private": str | None, "work": str, "momentum": float | None, "weight_decay": float,
+    "clip": float | None, "clip_update": float | None, "mu": float, "option": str, "gradient": str,
 }, total=False)
 
 StepDict = TypedDict("StepDict", {

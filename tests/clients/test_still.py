@@ -301,7 +301,7 @@ def tie_by_memory(model: Tuned) -> None:
 
 
 def test_a_pattern_that_matches_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"--local.freeze: 'haed' matches no parameter.*base.weight"):
+    with pytest.raises(UserError, match=r"--local.freeze: 'haed' matches nothing in the model.*base.weight"):
         attempt(tuned(), tmp_path, freeze="haed")
     with pytest.raises(UserError, match="no trainable parameter"):
         attempt(tuned(), tmp_path, freeze="*")

@@ -77,6 +77,8 @@ def test_an_older_version_has_all_the_knobs_of_today(name: str) -> None:
         "memory.folder",
         "eval.samples",
         "checkpoint.every",
+        "local.freeze",
+        "local.private",
     }, "what an algorithm fills in is filled in, also where its version had no such knob"
 
 
