@@ -216,9 +216,7 @@ def run_round(
 ) -> tuple[State, Report]:
     """Run one round of any algorithm. Collective."""
     t = state.round + 1
-    cohort = draw(
-        plan.seed, t, clients.sizes, plan.cohort, comm.size, plan.work, at_home=bool(algorithm.local.keeps)
-    )
+    cohort = draw(plan.seed, t, clients.sizes, plan.cohort, comm.size, plan.work, at_home=bool(algorithm.local.keeps))
     sums.reset(cohort, t, state.ints)
     state.memory.discard()
 

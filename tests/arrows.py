@@ -55,7 +55,7 @@ READING: dict[str, tuple[str, ...]] = {
     "masks.py": ("Mask", "quorum", "at_least", "gma"),
     "server.py": ("ServerRule", "sgd"),
     "algorithms.py": ("Algorithm", "Row"),
-    "flat.py": (),
+    "flat.py": ("Span", "Private", "Layout", "layout_of", "Parts", "parts_of", "tiles", "even_slices", "bind"),
     "aggregate/mean.py": (),
     "aggregate/sums.py": (),
     "aggregate/exchange.py": (),

@@ -466,7 +466,7 @@ WRONG_DATA: dict[str, tuple[Any, Any, str]] = {
         "your data: client 0 has no samples; leave it out",
     ),
     "no test": (pairs(), None, "test is missing; give the test data"),
-    "a test of the wrong kind": (pairs(), 3, "your data has a test part of int; it must be a Dataset or a pair"),
+    "a test of the wrong kind": (pairs(), 3, "your data has a test part of int; it must be a Dataset, a pair"),
     "tests by client": (pairs(), [TEST, TEST], "your data has a test part of list; it must be"),
     "an empty test": ([TensorDataset(*TEST)], TensorDataset(*NONE), "data set 'your data' has no test sample"),
     "a test beside arrays": (tiny(), TEST, "test is given, but the data have their own; leave it out"),

@@ -23,6 +23,7 @@ from fedmpi.runs.build import prepare
 from fedmpi.runs.config import Config, Launch
 from fedmpi.runs.options import parse, single_runs, split_launch
 
+OWN = (REPO / "docs" / "own-data.md").read_text(encoding="utf-8")
 PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md")), REPO / "CONTRIBUTING.md", REPO / "CHANGELOG.md"]
 
 
@@ -43,6 +44,12 @@ def test_every_command_in_the_documents_is_accepted(
 ) -> None:
     words = shlex.split(command.partition(" > ")[0], comments=True)
     monkeypatch.chdir(tmp_path)
+    if "my_data:" in command:
+        blocks = [block.removeprefix("python\n") for block in OWN.split("```") if block.startswith("python\n")]
+        (tmp_path / "my_data.py").write_text("\n\n".join(blocks[:-2]))
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, "my_data", raising=False)
+        monkeypatch.setattr(sys, "dont_write_bytecode", True)
     (tmp_path / "my.yaml").write_text("mask: gma\ntau: 0.3\n")
     for run in ("b", "first"):
         (tmp_path / "runs" / run).mkdir(parents=True)

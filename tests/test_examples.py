@@ -205,7 +205,7 @@ PAGE = (REPO / "docs" / "own-data.md").read_text(encoding="utf-8")
 FENCED = PAGE.split("```")[1::2]
 BLOCKS = [block.removeprefix("python\n") for block in FENCED if block.startswith("python\n")]
 LINES = [line for block in FENCED if block.startswith("\n") for line in block.replace("\\\n", " ").splitlines()]
-OURS = [line for line in LINES if line.startswith("fedmpi train --data my_data:")]
+OURS = [line for line in LINES if line.startswith(("fedmpi train --data my_data:", "fedmpi train --model lenet"))]
 
 
 @pytest.fixture
@@ -225,7 +225,7 @@ def words(command: str) -> list[str]:
 
 
 def test_the_page_has_the_blocks_and_commands_it_mentions() -> None:
-    assert BLOCKS[0].startswith("# my_data.py") and BLOCKS[-2].startswith("# my_run.py") and len(OURS) == 4
+    assert BLOCKS[0].startswith("# my_data.py") and BLOCKS[-2].startswith("# my_run.py") and len(OURS) == 7
     others = [words(line) for line in LINES if line.startswith(("fedmpi", "python", "torchrun", "mpiexec"))]
     of_examples = [words(c) for name in (*TRAINING, "python_call") for c in commands(name)]
     assert all(line in of_examples or line in map(words, OURS) for line in others)

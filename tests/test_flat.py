@@ -52,7 +52,7 @@ def bound(model: nn.Module, channels_last: bool = False, ranks: int = 1) -> tupl
     """The layout of a model, and the vector that it is bound to."""
     layout = layout_of(model, channels_last)
     x = torch.zeros(layout.padded(ranks))
-    bind(model, layout, x)
+    bind(model, layout.spans, x)
     return layout, x
 
 
@@ -95,7 +95,7 @@ def test_a_vector_makes_the_model_and_the_model_the_vector(pair: Pair) -> None:
     x.copy_(other)
     again = copy.deepcopy(twin)  # in memory of its own
     back = torch.zeros_like(x)
-    bind(again, layout, back)
+    bind(again, layout.spans, back)
     assert torch.equal(back, other)
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..data.trees import mapped
 from ..device import out_of_memory
 from ..errors import UserError, one_line
 from .feed import Pair
@@ -46,9 +47,9 @@ class Mode:
         if self.precision != "bf16":
             return call
 
-        def forward(*given: Any) -> Any:
+        def forward(*given: Any, **named: Any) -> Any:
             with torch.autocast(device.type, torch.bfloat16):
-                outputs = call(*given)
+                outputs = call(*given, **named)
             return outputs.float() if isinstance(outputs, Tensor) and outputs.is_floating_point() else outputs
 
         return forward
@@ -71,10 +72,10 @@ def try_mode(task: Task, name: str, samples: Pair, batch: int) -> None:
     if task.mode == PLAIN and task.device.type == "cpu" and not task.still:
         return
     start = task.start()
-    x, y = (repeat(t, batch).to(task.device) for t in samples)
+    x, y = (mapped(lambda t: repeat(t, batch).to(task.device), tree) for tree in samples)
     task.model.train()
     try:
-        torch.autograd.backward(task.goal.loss(task.forward(x), y, "mean"))
+        torch.autograd.backward(task.mean_loss(x, y))
     except Exception as error:
         hint = "" if task.mode.compile == "none" else " (on a CPU torch.compile needs a C++ compiler: g++, or set CXX)"
         how, fix = f"with {task.mode.options}" if task.mode.options else f"on {task.device}", "leave it out"

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..data.trees import Tree, leaves, mapped, structure, zipped
 from ..device import module
 
 WARM_UP = 3  # passes before a recording, in which libraries choose their kernels and allocate
@@ -24,8 +25,8 @@ class Recorded(NamedTuple):
     """A recorded step, and the memory that it reads and writes."""
 
     graph: Any
-    x: Tensor
-    y: Tensor
+    x: Tree
+    y: Tree
     loss: Tensor
 
 
@@ -33,27 +34,27 @@ class Graphs:
     """Replays a function of a batch that writes gradients and returns the loss. `buffers` are what it changes besides
     those: restored after a recording, which counts as no step."""
 
-    def __init__(self, step: Callable[[Tensor, Tensor], Tensor], buffers: Callable[[], list[Tensor]]) -> None:
+    def __init__(self, step: Callable[[Tree, Tree], Tensor], buffers: Callable[[], list[Tensor]]) -> None:
         self.step, self.buffers = step, buffers
         self.recorded: dict[object, Recorded] = {}
 
-    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
+    def __call__(self, x: Tree, y: Tree) -> Tensor:
         """Return the loss of a batch."""
-        shape = (x.shape, x.dtype, y.shape, y.dtype)
+        shape = repr(structure((x, y)))
         if shape not in self.recorded:
             self.recorded[shape] = self.record(x, y)
         recorded = self.recorded[shape]
-        recorded.x.copy_(x)
-        recorded.y.copy_(y)
+        zipped(Tensor.copy_, (recorded.x, recorded.y), (x, y))
         recorded.graph.replay()
         return recorded.loss.clone()
 
-    def record(self, x: Tensor, y: Tensor) -> Recorded:
+    def record(self, x: Tree, y: Tree) -> Recorded:
         """Record the step for batches of this shape."""
-        accelerator = module(x.device)
-        x, y, kept = x.clone(), y.clone(), [buffer.clone() for buffer in self.buffers()]
-        draws = accelerator.get_rng_state(x.device)
-        side = accelerator.Stream(x.device)
+        device = next(leaves(x)).device
+        accelerator = module(device)
+        (x, y), kept = mapped(Tensor.clone, (x, y)), [buffer.clone() for buffer in self.buffers()]
+        draws = accelerator.get_rng_state(device)
+        side = accelerator.Stream(device)
         side.wait_stream(accelerator.current_stream())
         with accelerator.stream(side):
             for _ in range(WARM_UP):
@@ -63,5 +64,5 @@ class Graphs:
         with accelerator.graph(graph):
             loss = self.step(x, y)
         torch._foreach_copy_(self.buffers(), kept)
-        accelerator.set_rng_state(draws, x.device)
+        accelerator.set_rng_state(draws, device)
         return Recorded(graph, x, y, loss)

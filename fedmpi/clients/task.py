@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from ..cohort import Work
 from ..data import Data, Partition
 from ..data.objective import Objective, cross_entropy
+from ..data.trees import Tree, call
 from ..device import CPU, Download, pins, seed_layers, upload, without_fused_rnn
 from ..flat import bind, layout_of, read_ints, write_ints
 from ..local import PRIVATE, LocalResult, LocalRule, Update
@@ -40,7 +41,7 @@ ALIGNED = 128  # elements that slices of sums on an accelerator begin at: NCCL i
 T = TypeVar("T")
 
 # (outputs, labels) of a block -> the sum of a metric, and how many values were summed
-Total = Callable[[Tensor, Tensor], tuple[float, int]]
+Total = Callable[[Any, Any], tuple[float, int]]
 
 
 class Scored(NamedTuple):
@@ -204,11 +205,15 @@ class Task:
         plain = self.mode == PLAIN and self.goal.loss is cross_entropy
         self.by_hand = by_hand(self.model, self.params, self.grads) if plain else None
 
-    def loss(self, batch: Batch, forward: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    def loss(self, batch: Batch, forward: Callable[..., Any] | None = None) -> Tensor:
         """Return the mean loss of a batch at the current parameters; `forward` replaces the usual call of the model."""
         x, y = self.feed.train(batch)
         seed_layers(self.device, batch.seed)
-        return self.goal.loss((forward or self.forward)(x), y, "mean")
+        return self.mean_loss(x, y, forward)
+
+    def mean_loss(self, x: Tree, y: Tree, forward: Callable[..., Any] | None = None) -> Tensor:
+        """Return the mean loss of inputs and labels."""
+        return self.goal.loss(*self.goal.align(call(forward or self.forward, x), y), "mean")
 
     def gradient(self, batch: Batch) -> Tensor:
         """Write the gradient of a batch's mean loss to `grad_T`; return the loss."""
@@ -221,10 +226,10 @@ class Task:
         seed_layers(self.device, batch.seed)
         return self.by_autograd(x, y) if self.graphs is None else self.graphs(x, y)
 
-    def by_autograd(self, x: Tensor, y: Tensor) -> Tensor:
+    def by_autograd(self, x: Tree, y: Tree) -> Tensor:
         """Write the gradient of a batch's mean loss to `grad_T`; return the loss."""
         with torch.enable_grad():
-            loss = self.goal.loss(self.forward(x), y, "mean")
+            loss = self.mean_loss(x, y)
         grads = torch.autograd.grad(loss, self.params, allow_unused=True, materialize_grads=True)
         torch._foreach_copy_(self.grads, grads)  # cheaper than clearing the vector and accumulating into it
         return loss.detach()
@@ -349,11 +354,11 @@ class Task:
         """Yield the model's score on each block of samples."""
         self.model.eval()
         for x, y in pairs:
-            outputs = self.model(x)
-            classes = each_class(self.goal, outputs, y) if by_class else {}
-            total, loss = float(self.goal.total(outputs, y)), float(self.goal.loss(outputs, y, "sum"))
-            more = {name: metric(outputs, y) for name, metric in metrics.items()}
-            yield Scored(total, loss, y.numel(), classes, more)
+            outputs, labels = self.goal.align(call(self.model, x), y)
+            classes = each_class(self.goal, outputs, labels) if by_class else {}
+            total, loss = float(self.goal.total(outputs, labels)), float(self.goal.loss(outputs, labels, "sum"))
+            more = {name: metric(outputs, labels) for name, metric in metrics.items()}
+            yield Scored(total, loss, int(self.goal.count(labels)), classes, more)
 
 
 def each_class(goal: Objective, outputs: Tensor, y: Tensor) -> dict[int, tuple[float, int]]:

@@ -160,7 +160,7 @@ class Together(Task):
         forward = self.mode.forward(partial(torch.func.functional_call, self.model), self.device)
 
         def loss(tensors: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-            return self.goal.loss(forward(tensors, (x,)), y, "mean")
+            return self.goal.loss(*self.goal.align(forward(tensors, (x,)), y), "mean")
 
         self.model.train()
         with torch.enable_grad():
@@ -180,6 +180,8 @@ class Together(Task):
 
     def check(self, name: str, samples: Pair) -> None:
         """Raise a UserError if the model cannot be stacked."""
+        if not all(isinstance(t, Tensor) for t in samples):
+            raise UserError("--step.together stacks batches of one tensor, and these have several; leave it out")
         x, y = (torch.cat([t, t]).to(self.device) for t in samples)  # twice: BatchNorm needs two samples
         start = self.start()
         for seat in self.seats[:2]:

@@ -9,7 +9,6 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn, TypeVar
 
 import torch
@@ -95,6 +94,21 @@ class ThreadComm(Comm):
 def run_threads(size: int, work: Callable[[Comm], T], timeout: float = 60.0) -> list[T]:
     """Run `work(comm)` on `size` thread ranks and return their results; raise the error of the first failed rank."""
     world = World(size, timeout)
-    with ThreadPoolExecutor(size) as pool:
-        futures = [pool.submit(work, ThreadComm(world, rank)) for rank in range(size)]
-        return [future.result() for future in futures]
+    results: dict[int, T] = {}
+    errors: dict[int, BaseException] = {}
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(ThreadComm(world, rank))
+        except BaseException as error:
+            errors[rank] = error
+
+    # No executor: processes that are forked in its threads, such as workers of a DataLoader, cannot end in good order.
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[min(errors)]
+    return [results[rank] for rank in range(size)]

@@ -137,8 +137,6 @@ def tables() -> dict[str, Iterable[str]]:
     }
 
 
-
-
 def cases(words: Mapping[str, Iterable[str]]) -> str:
     """Return the branches of a shell `case` that set `words`."""
     return "\n".join(f'            {case}) words="{" ".join(dict.fromkeys(some))}" ;;' for case, some in words.items())

@@ -274,7 +274,8 @@ def summary(cfg: Config, data: Data, partition: Partition, labels: Ints | None) 
 def sampled(data: Data, partition: Partition, count: int | None, seed: int) -> list[Row]:
     """Return samples of the first clients and of the test set; [] if they are neither images nor text."""
     text = data.name == "shakespeare" and data.kind == "sequences"
-    pictures = data.sample[0].dtype == torch.uint8 and len(data.shape) == 3 and data.shape[0] in (1, 3)
+    x = data.sample[0]
+    pictures = isinstance(x, Tensor) and x.dtype == torch.uint8 and x.ndim == 3 and data.shape[0] in (1, 3)
     if not text and not pictures:
         return []
     count = count or (3 if text else 8)

@@ -296,7 +296,7 @@ def data_size(data: Data, local: int) -> Size:
     """Return the memory of the data, which is shared if mapped from a prepared file."""
     if not isinstance(data, Arrays):
         return {"rank": 0, "node": 0}
-    size = sum(x.nbytes for x in vars(data).values() if isinstance(x, Tensor))
+    size = data.nbytes
     styles = sum(x.nbytes for x in (data.style, data.test_style) if x is not None)
     shared = size - styles if data.sha256 else 0
     return {"rank": size, "node": shared + (size - shared) * local}

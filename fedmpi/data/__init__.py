@@ -17,6 +17,7 @@ from fedmpi.data.sets import cifar, femnist, glyphs, ood, shakespeare, tinyimage
 from fedmpi.data.splits import SPLITS, Ints, Partition, split
 from fedmpi.data.store import Source
 from fedmpi.data.styles import assign_styles
+from fedmpi.data.trees import Pad
 from fedmpi.errors import UserError, unknown
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "DataRow",
     "Datasets",
     "Ints",
+    "Pad",
     "Partition",
     "as_data",
     "check_weights",

@@ -1,4 +1,4 @@
-"""The interface of a data set, and data sets held in memory: images, sequences or numbers.
+"""The interface of a data set, and data sets held in memory: images, sequences, numbers, or several tensors per sample.
 
 Samples in memory stay as small as they are on disk (one byte per pixel or character) and are converted to model inputs
 on the device, batch by batch: sixty thousand images take 47 MB instead of 188.
@@ -14,8 +14,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fedmpi.data.objective import CLASSIFY, REGRESS, Objective
+from fedmpi.data.objective import Objective, usual
 from fedmpi.data.styles import Styles
+from fedmpi.data.trees import IGNORE, Tree, leaves, mapped, shapes, structure
 from fedmpi.errors import UserError
 
 Ints = npt.NDArray[np.int64]
@@ -32,10 +33,10 @@ class Data(Protocol):
 
     @property
     def kind(self) -> str:
-        """Return the kind of samples: images, sequences or numbers."""
+        """Return the kind of samples: images, sequences, numbers, or trees (of several tensors)."""
 
     @property
-    def sample(self) -> tuple[Tensor, Tensor]:
+    def sample(self) -> tuple[Tree, Tree]:
         """Return the first train sample and its label."""
 
     @property
@@ -64,12 +65,14 @@ class Data(Protocol):
 
     @property
     def goal(self) -> Objective:
-        """Return the objective: if none is given, regression for labels in floating point, else classification."""
-        return self.objective or (REGRESS if self.sample[1].is_floating_point() else CLASSIFY)
+        """Return the objective: if none is given, the one that the labels suggest."""
+        return self.objective or usual(*self.sample)
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Return the shape of one sample as the model gets it."""
+    def shape(self) -> Any:
+        """Return the shape of one sample as the model gets it: a tuple, or a tree of them."""
+        if self.kind == "trees":
+            return mapped(lambda t: tuple(t.shape), self.sample[0])
         shape = tuple(self.sample[0].shape)
         return shape if self.styles is None else (self.styles.channels, *shape[1:])
 
@@ -77,11 +80,15 @@ class Data(Protocol):
     def offers(self) -> dict[str, Any]:
         """Return the arguments that a model's function may ask for: `classes`, or `outputs` for numbers to predict."""
         offered: dict[str, Any] = {"shape": self.shape}
+        if self.tokens:
+            offered["tokens"] = self.tokens
         if self.kind == "sequences":
-            offered |= {"tokens": self.tokens, "length": self.shape[0]}
-        elif len(self.shape) == 3:
+            offered["length"] = self.shape[0]
+        elif self.kind != "trees" and len(self.shape) == 3:
             offered |= dict(zip(("channels", "height", "width"), self.shape, strict=True))
-        return offered | ({"classes": self.kinds} if self.goal.whole else {"outputs": self.sample[1].numel()})
+        if self.goal.whole:
+            return offered | ({"classes": self.kinds} if self.kinds else {})
+        return offered | {"outputs": sum(t.numel() for t in leaves(self.sample[1]))}
 
     def check_owner(self, owner: npt.NDArray[Any]) -> None:
         """Check that owner numbers the natural clients 0 .. k - 1, each with a sample."""
@@ -103,14 +110,16 @@ class Arrays(Data):
       images      uint8 [n, channels, height, width], normalised by `mean` and `std`
       sequences   integers [n, length], each below `tokens`
       numbers     floating point [n, ...], used as they are
-    Labels are classes, int64 [n] (or [n, length], one per position), or numbers to predict, floating point [n, ...].
+      trees       a tuple or dict of several such tensors, float32, integers or bool: the arguments of the model
+    Labels are classes, int64 [n] (or [n, length], one per position, of which -100 are ignored), or numbers to predict,
+    floating point [n, ...].
     """
 
     name: str
     classes: int  # 0 if labels are numbers to predict
-    x: Tensor
+    x: Tree
     y: Tensor
-    test_x: Tensor
+    test_x: Tree
     test_y: Tensor
     mean: tuple[float, ...] = ()  # of images / 255, per channel
     std: tuple[float, ...] = ()
@@ -126,15 +135,16 @@ class Arrays(Data):
     sha256: str = ""  # of the file that the tensors were read from, if any
 
     def __post_init__(self) -> None:
-        noun = "images" if self.x.ndim == 4 else "samples"
-        self._check_part("train", noun, self.x, self.y)
-        self._check_part("test", noun, self.test_x, self.test_y)
-        if self.x.shape[1:] != self.test_x.shape[1:] or self.x.dtype != self.test_x.dtype:
+        noun = "images" if isinstance(self.x, Tensor) and self.x.ndim == 4 else "samples"
+        for part, x, y in (("train", self.x, self.y), ("test", self.test_x, self.test_y)):
+            self._check_samples(part, noun, x, len(y))
+            self._check_labels(part, y)
+        if structure(mapped(lambda t: t[0], self.x)) != structure(mapped(lambda t: t[0], self.test_x)):
             given = f"train {noun} {_about(self.x)} and test {noun} {_about(self.test_x)}"
             raise self.refuse(given, "the same shape and kind in both")
         if self.kind == "sequences" and self.tokens < 1:
             raise self.refuse(f"sequences and tokens = {self.tokens}", "tokens, the size of the vocabulary")
-        channels = self.shape[0]
+        channels = self.shape[0] if self.kind == "images" else 0
         sound = len(self.mean) == len(self.std) == channels and all(s > 0 for s in self.std)
         if self.kind == "images" and not sound:
             given = f"mean {self.mean} and std {self.std}"
@@ -148,13 +158,20 @@ class Arrays(Data):
 
     @property
     def kind(self) -> str:
+        if not isinstance(self.x, Tensor):
+            return "trees"
         if self.x.is_floating_point():
             return "numbers"
         return "images" if self.x.ndim == 4 and self.x.dtype == torch.uint8 else "sequences"
 
     @property
-    def sample(self) -> tuple[Tensor, Tensor]:
-        return self.x[0], self.y[0]
+    def sample(self) -> tuple[Tree, Tensor]:
+        return mapped(lambda t: t[0], self.x), self.y[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Return the memory that the tensors take."""
+        return sum(t.nbytes for value in vars(self).values() for t in leaves(value))
 
     @property
     def kinds(self) -> int:
@@ -173,37 +190,50 @@ class Arrays(Data):
         return None if self.owner is None else self.owner.numpy()
 
     def class_labels(self, needed: bool) -> Ints | None:
-        if not self.goal.whole:
+        if not self.goal.whole or not self.goal.by_class:
             return None
-        return (self.y if self.y.ndim == 1 else self.y[:, -1]).numpy()
+        labels = (self.y if self.y.ndim == 1 else self.y[:, -1]).numpy()
+        return None if (labels == IGNORE).any() else labels
 
     def split_labels(self, needed: bool) -> Ints | None:
         return self.class_labels(needed) if self.strata is None else self.strata.numpy()
 
-    def _check_part(self, part: str, noun: str, x: Tensor, y: Tensor) -> None:
-        """Check that x are samples of one kind, and y a label each: classes in range, or numbers to predict."""
+    def _check_samples(self, part: str, noun: str, x: Tree, labels: int) -> None:
+        """Check that x are samples of one kind, one for each label."""
+        if not labels or any(not t.ndim or len(t) != labels for t in leaves(x)):
+            found = sorted({len(t) if t.ndim else 0 for t in leaves(x)})
+            given = f"{' and '.join(map(str, found))} {part} {noun} and {labels} {part} labels"
+            raise self.refuse(given, "one label each, and at least one sample")
+        if not isinstance(x, Tensor):
+            odd = [t for t in leaves(x) if t.dtype == torch.float64 or t.is_complex()]
+            if odd:
+                raise self.refuse(f"{part} {noun} of {_about(odd[0])}", "torch.float32, integers or bool in a tree")
+            return
         images, sequences = x.dtype == torch.uint8 and x.ndim == 4, not x.is_floating_point() and x.ndim == 2
         if not (images or sequences or (x.dtype == torch.float32 and x.ndim >= 2)) or x.dtype == torch.bool:
             valid = "torch.uint8 [n, channels, height, width], integers [n, length] or torch.float32 [n, ...]"
             raise self.refuse(f"{part} {noun} of {_about(x)}", valid)
-        if len(x) != len(y) or not len(y):
-            given = f"{len(x)} {part} {noun} and {len(y)} {part} labels"
-            raise self.refuse(given, "one label each, and at least one sample")
         if sequences and not 0 <= int(x.min()) <= int(x.max()) < max(self.tokens, 1):
             given = f"{part} tokens from {int(x.min())} to {int(x.max())}"
             raise self.refuse(given, f"0 to tokens - 1 = {self.tokens - 1}")
+
+    def _check_labels(self, part: str, y: Tensor) -> None:
+        """Check that labels are classes in range, or numbers to predict."""
         if not self.goal.whole:
             if y.dtype != torch.float32:
                 raise self.refuse(f"{part} labels of {_about(y)}", "torch.float32 [n, ...] for regression")
             return
         if y.dtype != torch.int64 or not 1 <= y.ndim <= 2:
             raise self.refuse(f"{part} labels of {_about(y)}", "torch.int64 [n], or [n, length]")
+        if not self.goal.by_class:
+            return
         if self.classes < 1:
             raise self.refuse(f"{self.classes} classes", "at least one")
-        if not 0 <= int(y.min()) <= int(y.max()) < self.classes:
-            given = f"{part} labels from {int(y.min())} to {int(y.max())}"
+        counted = y if y.ndim == 1 else y[y != IGNORE]
+        if counted.numel() and not 0 <= int(counted.min()) <= int(counted.max()) < self.classes:
+            given = f"{part} labels from {int(counted.min())} to {int(counted.max())}"
             raise self.refuse(given, f"0 to {self.classes - 1} for {self.classes} classes")
 
 
-def _about(t: Tensor) -> str:
-    return f"{t.dtype} {list(t.shape)}"
+def _about(x: Tree) -> str:
+    return f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else shapes(x)

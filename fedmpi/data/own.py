@@ -7,7 +7,7 @@ Data that do not fit into memory are `Datasets`, whose items are read when they 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +22,19 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 from fedmpi.data.arrays import Arrays, Data, Ints
 from fedmpi.data.objective import Objective
 from fedmpi.data.store import moments
+from fedmpi.data.trees import (
+    PAD,
+    Tree,
+    as_pair,
+    as_tree,
+    collate,
+    is_pair_of_trees,
+    label_of,
+    leaves,
+    mapped,
+    shapes,
+    zipped,
+)
 from fedmpi.errors import UserError, one_line
 from fedmpi.plugins import call_with, import_path
 
@@ -30,10 +43,11 @@ log = logging.getLogger("fedmpi")
 
 @dataclass(frozen=True)
 class Datasets(Data):
-    """Map-style Datasets of (sample, label) pairs, for data that are not held in memory.
+    """Map-style Datasets of (sample, label) pairs, or of dicts with `labels`, for data that are not held in memory.
 
-    A sample is a float tensor (used as it is), a uint8 image [channels, height, width] (divided by 255), or a sequence
-    of integers, each below `tokens`. A label is an integer, or a float (tensor) to predict.
+    A sample is a float tensor (used as it is), a uint8 image [channels, height, width] (divided by 255), a sequence
+    of integers, each below `tokens`, or a tuple or dict of tensors: the arguments of the model. A label is an integer,
+    integers (one per position, of which -100 are ignored), or a float (tensor) to predict.
     """
 
     train: Dataset[Any]
@@ -45,8 +59,11 @@ class Datasets(Data):
     tokens: int = 0
     objective: Objective | None = None
     note: str = ""
+    collate: Callable[[Sequence[Any]], Any] = collate  # items -> a batch, in the form of an item
 
     def __post_init__(self) -> None:
+        if not callable(self.collate):
+            raise self.refuse(f"collate of {type(self.collate).__name__}", "a function of a list of items")
         for part, dataset in (("train", self.train), ("test", self.test)):
             if not is_map(dataset):
                 raise self.refuse(f"a {part} part of {type(dataset).__name__}", "a map-style Dataset")
@@ -56,19 +73,42 @@ class Datasets(Data):
                 item = dataset[0]
             except Exception as error:
                 raise self._unreadable(f"its first {part} item", error) from error
-            if not isinstance(item, Sequence) or len(item) != 2 or not is_tensor(item[0]) or not is_label(item[1]):
-                kinds = [type(v).__name__ for v in item] if isinstance(item, Sequence) else type(item).__name__
-                fix = "for images add a transform such as torchvision's ToTensor()"
-                raise self.refuse(f"{part} items of {kinds}", f"pairs of a tensor and a number or tensor: {fix}")
+            self._check_item(part, item)
         if self.owner is not None:
             self.check_owner(np.asarray(self.owner))
-        if self.goal.whole and self.sample[1].ndim and not self.classes:
+        if self.objective is None and not isinstance(self.sample[1], Tensor):
+            raise self.refuse("labels of several tensors", "an objective, whose loss reads them")
+        classes = self.goal.whole and self.goal.by_class
+        if classes and self.sample[1].ndim and not self.classes:
             raise self.refuse("one label per position", "classes, the number of classes")
         if self.kind == "sequences" and self.tokens < 1:
             raise self.refuse("sequences", "tokens, the size of the vocabulary")
-        found = labels_of(self.test) if self.goal.whole and self.classes else None
+        found = labels_of(self.test) if classes and self.classes else None
         if found is not None and found.dtype.kind in "iu" and int(found.max()) >= self.classes:
             raise self.wrong_labels(int(found.max()))
+
+    def _check_item(self, part: str, item: Any) -> None:
+        """Check that an item is a pair of trees. A collate function of the user's own takes what it likes."""
+        if self.collate is not collate:
+            return
+        valid = "pairs of a tensor and a number or tensor, or dicts with labels"
+        if not is_pair_of_trees(item):
+            found = [type(v).__name__ for v in item] if isinstance(item, Sequence) else type(item).__name__
+            found = f"dicts of {list(item)}" if isinstance(item, Mapping) else found
+            raise self.refuse(f"{part} items of {found}", valid)
+        inputs, labels = as_pair(item)
+        why = ""
+        try:
+            plain = is_tensor(inputs) or isinstance(inputs, tuple | Mapping)
+            if plain and (is_label(labels) or isinstance(labels, list | tuple | Mapping)):
+                as_tree((inputs, labels) if isinstance(item, Sequence) else item)
+                return
+        except TypeError as error:
+            why = f" ({error})"
+        fix = "for images add a transform such as torchvision's ToTensor()"
+        if isinstance(item, Mapping):
+            fix = "remove the columns that the model does not take, or give a collate function"
+        raise self.refuse(f"{part} items of {[type(v).__name__ for v in (inputs, labels)]}{why}", f"{valid}: {fix}")
 
     def _unreadable(self, what: str, error: Exception) -> UserError:
         why = f"{what} raised {type(error).__name__}: {one_line(error)}"
@@ -79,9 +119,23 @@ class Datasets(Data):
         return self.refuse(f"labels like {one}", f"0 to {self.kinds - 1} for {self.kinds} classes")
 
     @cached_property
-    def sample(self) -> tuple[Tensor, Tensor]:
-        x, y = self.train[0]
-        return torch.as_tensor(x), torch.as_tensor(y)
+    def sample(self) -> tuple[Tree, Tree]:
+        if self.collate is not collate:
+            x, y = as_pair(self._collated(0))
+            return mapped(lambda t: t[0], x), mapped(lambda t: t[0], y)
+        x, y = as_pair(self.train[0])
+        return as_tree(x), as_tree(y)
+
+    def _collated(self, index: int) -> Any:
+        """Return a batch of one train item."""
+        try:
+            batch = self.collate([self.train[index]])
+        except Exception as error:
+            raise self._unreadable("its collate function", error) from error
+        if not is_pair_of_trees(batch) or not any(True for _ in leaves(batch)):
+            found = f"a dict of {list(batch)}" if isinstance(batch, Mapping) else type(batch).__name__
+            raise self.refuse(f"a collate function that returns {found}", "a pair of tensors, or a dict with labels")
+        return batch
 
     @property
     def tests(self) -> int:
@@ -94,10 +148,14 @@ class Datasets(Data):
     @property
     def kind(self) -> str:
         x = self.sample[0]
+        if not isinstance(x, Tensor):
+            return "trees"
         return "sequences" if not x.is_floating_point() and x.ndim == 1 else "numbers"
 
     @cached_property
     def kinds(self) -> int:
+        if not self.goal.by_class:
+            return self.classes or self.tokens
         return self.classes or int(self.known_labels.max()) + 1
 
     @property
@@ -105,8 +163,10 @@ class Datasets(Data):
         return None if self.owner is None else np.asarray(self.owner).astype(np.int64)
 
     def class_labels(self, needed: bool) -> Ints | None:
-        if not self.goal.whole:
+        if not self.goal.whole or not self.goal.by_class:
             return None
+        if self.labels is None and self.sample[1].ndim and self.collate is not collate:
+            return None  # padded: there is no label at the last position
         if not needed and self.labels is None and labels_of(self.train) is None:
             return None
         return self.known_labels
@@ -120,7 +180,8 @@ class Datasets(Data):
             found = []
             try:
                 for index in range(self.samples):  # of several labels per item, the last one
-                    found.append(int(torch.as_tensor(self.train[index][1]).reshape(-1)[-1]))
+                    item = self.train[index] if self.collate is collate else self._collated(index)
+                    found.append(int(torch.as_tensor(as_pair(item)[1]).reshape(-1)[-1]))
             except Exception as error:
                 raise self._unreadable(f"the label of train item {len(found)}", error) from error
         labels = np.asarray(found)
@@ -148,7 +209,12 @@ def labels_of(dataset: Dataset[Any]) -> npt.NDArray[Any] | None:
     if isinstance(dataset, TensorDataset):
         return dataset.tensors[-1].numpy()
     found = getattr(dataset, "targets", getattr(dataset, "labels", None))
-    return None if found is None else np.asarray(found)
+    if found is None and (name := label_of(dict.fromkeys(getattr(dataset, "column_names", None) or ()))):
+        found = dataset[name]  # a column of a Hugging Face data set
+    try:
+        return None if found is None else np.asarray(found)
+    except ValueError:  # labels per position, of different lengths
+        return None
 
 
 def load_own(path: str, root: Path | None) -> Data:
@@ -167,24 +233,26 @@ def load_own(path: str, root: Path | None) -> Data:
 def as_data(train: Any, test: Any, name: str = "your data") -> Data:
     """Return data made of a train and a test part. A part is a Dataset or a pair (samples, labels) of arrays; the train
     part may be a list or a dict of them, one per client."""
-    if isinstance(train, Mapping):
+    if isinstance(train, Mapping) and not is_trees(train):
         train = list(train.values())
     if is_part(train):
         parts, owner = [train], None
     elif isinstance(train, Sequence) and train and all(is_part(part) for part in train):
         parts = list(train)
-        sizes = [len(part[1]) if is_pair(part) else length(part) for part in parts]
+        sizes = [len(as_pair(part)[1]) if is_trees(part) or is_pair(part) else length(part) for part in parts]
         if 0 in sizes:
             raise UserError(f"{name}: client {sizes.index(0)} has no samples; leave it out")
         owner = torch.from_numpy(np.repeat(np.arange(len(parts)), sizes))
     else:
-        valid = "a Dataset, a pair (samples, labels) of arrays, or a list of these, one per client"
+        valid = "a Dataset, a pair (samples, labels) of arrays, a dict of arrays with labels, or a list of these"
         raise UserError(f"{name} has a train part of {type(train).__name__}; it must be {valid}")
     if not is_part(test):
-        valid = "a Dataset or a pair (samples, labels) of arrays"
+        valid = "a Dataset, a pair (samples, labels) of arrays, or a dict of arrays with labels"
         raise UserError(f"{name} has a test part of {type(test).__name__}; it must be {valid}")
     if all(is_pair(part) for part in (*parts, test)):
         return as_arrays(parts, test, name, owner)
+    if all(is_trees(part) for part in (*parts, test)):
+        return as_tree_arrays(parts, test, name, owner)
     sets = [as_dataset(part) for part in parts]
     whole = sets[0] if owner is None else ConcatDataset(sets)
     return Datasets(whole, as_dataset(test), name=name, owner=owner)
@@ -193,6 +261,23 @@ def as_data(train: Any, test: Any, name: str = "your data") -> Data:
 def is_pair(part: Any) -> bool:
     """Return whether this is a pair (samples, labels) of arrays."""
     return isinstance(part, tuple | list) and len(part) == 2 and all(is_tensor(a) and a.ndim for a in part)
+
+
+def is_trees(part: Any) -> bool:
+    """Return whether this is a dict of arrays with labels, or a pair of a tuple or dict of arrays, and labels."""
+    if isinstance(part, Mapping):
+        return is_pair_of_trees(part) and all(is_array_tree(value) for value in part.values())
+    if not isinstance(part, tuple | list) or len(part) != 2 or is_pair(part):
+        return False
+    return isinstance(part[0], tuple | Mapping) and is_array_tree(part[0]) and is_tensor(part[1]) and part[1].ndim > 0
+
+
+def is_array_tree(value: Any) -> bool:
+    """Return whether this is made of arrays alone, in tuples and dicts, at least one."""
+    if isinstance(value, tuple | Mapping):
+        inner = list(value.values()) if isinstance(value, Mapping) else list(value)
+        return bool(inner) and all(map(is_array_tree, inner))
+    return is_tensor(value) and value.ndim > 0
 
 
 def is_tensor(value: Any) -> bool:
@@ -212,11 +297,13 @@ def is_map(value: Any) -> bool:
 def is_part(part: Any) -> bool:
     """Return whether this is a Dataset or a pair of arrays."""
     plain = isinstance(part, Sequence | Mapping | Tensor | np.ndarray | str)
-    return is_pair(part) or (is_map(part) and not plain)
+    return is_pair(part) or is_trees(part) or (is_map(part) and not plain)
 
 
 def as_dataset(part: Any) -> Dataset[Any]:
     """Return a part as a Dataset."""
+    if is_trees(part):
+        raise UserError("some clients have arrays in dicts or tuples, and others Datasets; use one kind for all")
     made: Dataset[Any] = TensorDataset(*map(torch.as_tensor, part)) if is_pair(part) else part
     return made
 
@@ -241,6 +328,31 @@ def as_arrays(parts: list[Any], test: Any, name: str, owner: Tensor | None) -> A
     tokens = highest(x, samples[-1]) + 1 if not x.is_floating_point() and x.ndim == 2 else 0
     classes = 0 if y.is_floating_point() else highest(y, labels[-1]) + 1
     return Arrays(name, classes, x, y, samples[-1], labels[-1], mean, std, owner=owner, tokens=tokens)
+
+
+def as_tree_arrays(parts: list[Any], test: Any, name: str, owner: Tensor | None) -> Arrays:
+    """Return dicts or tuples of arrays as one `Arrays`: doubles become floats, and `input_ids` of different lengths are
+    padded to the longest, with all that is as long."""
+    pairs = [as_pair(as_tree(part)) for part in (*parts, test)]
+    pairs = [(mapped(single, inputs), single(labels)) for inputs, labels in pairs]
+    tokens = [inputs["input_ids"] for inputs, _ in pairs if isinstance(inputs, Mapping) and "input_ids" in inputs]
+    if len(tokens) == len(pairs) and len({t.shape[1:] for t in tokens}) > 1:
+        longest = max(t.shape[1] for t in tokens)
+        pairs = [PAD.widen(inputs, labels, longest) for inputs, labels in pairs]
+    kinds = {repr(mapped(lambda t: (t.dtype, tuple(t.shape[1:])), pair)) for pair in pairs}
+    if len(kinds) > 1:
+        given = " and ".join(sorted({f"{shapes(inputs)} with labels {shapes(labels)}" for inputs, labels in pairs}))
+        raise UserError(f"{name} has samples of different kinds: {given}; all parts must have the same, but for length")
+    *train, (test_x, test_y) = pairs
+    x, y = (zipped(lambda *ts: ts[0] if len(ts) == 1 else torch.cat(ts), *trees) for trees in zip(*train, strict=True))
+    most = -1 if y.is_floating_point() else max(int(t.max()) if t.numel() else -1 for t in (y, test_y))
+    vocabulary = max((int(t.max()) + 1 for t in tokens if t.numel()), default=0)
+    return Arrays(name, max(most, 0) + 1 if most >= 0 else 0, x, y, test_x, test_y, owner=owner, tokens=vocabulary)
+
+
+def single(t: Tensor) -> Tensor:
+    """Return a tensor in the types of `Arrays`: doubles as floats, integer labels and tokens as int64."""
+    return t.float() if t.is_floating_point() else t if t.dtype == torch.bool else t.to(torch.int64)
 
 
 def highest(train: Tensor, test: Tensor) -> int:

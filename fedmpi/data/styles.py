@@ -59,7 +59,8 @@ def assign_styles(arrays: Arrays, partition: Partition, seed: int) -> Arrays:
 
 def seen(arrays: Arrays, samples: Tensor, test: bool = False) -> Tensor:
     """Return images as a model sees them before normalisation, uint8 [k, channels, height, width]."""
-    x, style = (arrays.test_x, arrays.test_style) if test else (arrays.x, arrays.style)
+    x: Tensor = arrays.test_x if test else arrays.x
+    style = arrays.test_style if test else arrays.style
     if arrays.styles is None:
         return x[samples]
     assert style is not None, "call assign_styles first"

@@ -18,13 +18,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..aggregate.sums import check_wire
 from ..algorithms import ALGORITHMS, Algorithm, MetaStep, Row, combine, find_row
 from ..clients.augment import make_augment
 from ..clients.execution import Mode, try_mode
-from ..clients.feed import make_feed
+from ..clients.feed import Pair, make_feed
 from ..clients.task import Task
 from ..clients.together import Together
 from ..cohort import Work, make_share
@@ -44,8 +44,9 @@ from ..data import (
 )
 from ..data.objective import check_outputs, try_objective
 from ..data.splits import SplitSpec
+from ..data.trees import call, mapped, shapes
 from ..device import free_bytes, records_graphs, sums_device
-from ..errors import RunError, UserError, one_line, unknown
+from ..errors import RunError, UserError, one_line, raised, unknown
 from ..flat import matching, parts_of
 from ..local import PRIVATE, LocalKnobs, LocalRule, make_local
 from ..local.memory import Memory
@@ -240,9 +241,10 @@ def load_data(cfg: Config, given: Data | None = None) -> tuple[Data, Partition, 
     if y is None:
         if needed:
             what = f"split '{cfg.split}' goes" if cfg.split in LABELLED else "--meta.weights go"
+            kind = "tokens" if data.goal.whole else "numbers"
             raise UserError(
-                f"{what} by class, and '{data.name}' has numbers for labels; use another split, such as iid or "
-                "natural, and no weights"
+                f"{what} by class, and '{data.name}' has {kind} for labels; use another split, such as iid or natural, "
+                "and no weights"
             )
         y = np.zeros(data.samples, dtype=np.int64)
     meta, rest = np.zeros(0, dtype=np.int64), None
@@ -291,11 +293,11 @@ def make_task(
     """Return the model for these data on this rank's device, with weights drawn from the seed unless it was given; and
     the spec, with the model's name if that was left to the data."""
     cfg, given = spec.cfg, spec.given.model
-    name = cfg.model or USUAL[data.kind]
+    name = type(given).__name__ if given is not None else cfg.model or usual_model(data)
     offers, samples = data.offers, few_samples(data)  # before the seed is set: reading data may draw
     torch.manual_seed(torch_seed(cfg.seed, "model"))
     if given is not None:
-        name, row, model = type(given).__name__, ModelRow(lambda: given), given
+        row, model = ModelRow(lambda: given), given
     else:
         row = spec.model or find_model(name)
         model = make_model(name, row, offers, data.name)
@@ -337,6 +339,13 @@ def make_task(
     return replace(spec, cfg=cfg), task
 
 
+def usual_model(data: Data) -> str:
+    """Return the name of the model that these data get by default."""
+    if data.kind not in USUAL:
+        raise UserError(f"'{data.name}' has several tensors per sample, for which there is no model; give --model")
+    return USUAL[data.kind]
+
+
 def freeze(model: nn.Module, patterns: str | None) -> None:
     """Freeze the parameters that patterns match."""
     names = [name for name, _ in model.named_parameters()]
@@ -361,11 +370,10 @@ def private_names(model: nn.Module, patterns: str | None, rule: LocalRule) -> li
 
 def fits(data: Data, device: torch.device) -> bool:
     """Return whether a data set takes at most half of a device's free memory."""
-    size = sum(x.nbytes for x in vars(data).values() if isinstance(x, Tensor))
-    return size <= free_bytes(device) / 2
+    return not isinstance(data, Arrays) or data.nbytes <= free_bytes(device) / 2
 
 
-def few_samples(data: Data) -> tuple[Tensor, Tensor]:
+def few_samples(data: Data) -> Pair:
     """Return two test samples and their labels, or one if there is only one."""
     feed = make_feed(data, torch.device("cpu"))
     try:
@@ -375,20 +383,25 @@ def few_samples(data: Data) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def try_model(model: nn.Module, name: str, data: Data, samples: tuple[Tensor, Tensor], device: torch.device) -> None:
+def try_model(model: nn.Module, name: str, data: Data, samples: Pair, device: torch.device) -> None:
     """Refuse a model that does not take these data or does not answer in the shape of their labels, and an objective
     that cannot judge the answer, before anything has started; also make the parameters of lazy layers."""
-    x, y = (t.to(device) for t in samples)
+    x, y = (mapped(lambda t: t.to(device), tree) for tree in samples)
     model.to(device).eval()
     try:
-        outputs = model(x)
+        outputs = call(model, x)
     except (Exception, SystemExit) as error:
         raise UserError(
-            f"model '{name}' raised {type(error).__name__} for samples {list(x.shape)} of '{data.name}': "
+            f"model '{name}' raised {type(error).__name__} for samples {shapes(x)} of '{data.name}': "
             f"{one_line(error)}; use a model that takes them"
         ) from error
-    check_outputs(outputs, y, data.kinds if data.goal.whole else 0, data.goal, name)
-    try_objective(data.goal, outputs, y)
+    goal = data.goal
+    try:
+        outputs, y = goal.align(outputs, y)
+    except (Exception, SystemExit) as error:
+        raise UserError(f"objective '{goal.name}': its align raised {raised(error)}") from error
+    check_outputs(outputs, y, data.kinds if goal.whole else 0, goal, name)
+    try_objective(goal, outputs, y)
 
 
 def check_memory_folder(spec: RunSpec) -> None:

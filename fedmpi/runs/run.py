@@ -13,7 +13,7 @@ import logging
 import random
 import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from ..clients.task import Task
 from ..comm import Comm, agreed, common_trouble, from_first, tell_all
 from ..comm.env import Place, available_cores, describe, threads_per_rank
 from ..data import Arrays, Data, Ints, Partition
+from ..data.trees import leaves
 from ..device import count, device_of, kind_of, own_draws, set_up
 from ..device import describe as describe_device
 from ..errors import CommonError, FileError, RunError, UserError
@@ -117,7 +118,7 @@ def run(
     compare_ranks(fingerprint, comm)
     share_still(task, comm)
 
-    with owned(out, cfg, place, environ, comm):
+    with owned(out, cfg, place, environ, comm), closing(task.feed):
         # 2. Where to start from.
         found = find_start(out, cfg, fingerprint, environ, comm)
         done = found.round if found else 0
@@ -363,7 +364,8 @@ def fingerprint_of(spec: RunSpec, task: Task, data: Data, meta: Ints, device: to
     pieces += [partition.offsets, partition.order, partition.shared, meta]
     pieces += [] if labels is None else [labels]
     if isinstance(data, Arrays):
-        pieces += [data.sha256.encode()] if data.sha256 else [t.contiguous().numpy() for t in (data.x, data.test_x)]
+        content = leaves((data.x, data.test_x))
+        pieces += [data.sha256.encode()] if data.sha256 else [t.contiguous().numpy() for t in content]
         pieces.append(data.test_y.contiguous().numpy())
     prints = {
         "model": sha256(repr(task.layout).encode()),

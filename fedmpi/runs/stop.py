@@ -29,6 +29,7 @@ ALL = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 KINDS = ("SIGTERM", "SIGINT", "SIGUSR2", "time")
 INTERRUPTED = 130  # the exit code of a second SIGINT
 ONE_PRESS_SECONDS = 1.0
+END = b"\0"  # ends the watcher
 LOOK_SECONDS = 1.0  # between checks that the launcher is alive
 
 _catching = False
@@ -132,12 +133,13 @@ class Stop:
         for number, handler in self.former.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         signal.set_wakeup_fd(self.former_fd)
-        os.close(self.writer)  # ends the watcher
+        os.write(self.writer, END)  # closing it would not end the watcher: processes that were forked have it, too
         self.watcher.join()
+        os.close(self.writer)
         os.close(self.reader)
 
     def _watch(self) -> None:
-        while caught := os.read(self.reader, 1):
+        while (caught := os.read(self.reader, 1)) != END:
             with contextlib.suppress(ValueError):  # not a known signal
                 self.notice(signal.Signals(caught[0]))
 

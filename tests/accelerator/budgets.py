@@ -82,9 +82,7 @@ def main() -> None:
         "graphs": measure("--step.graphs true"),
     }
     found["fold"] = {kind: fold(kind, 11_173_962) for kind in ("exact", "float32")}
-    found["together"] = {
-        str(k): counts_of(f"--clients 8 --step.together {k}", 8, 1)["kernels"] for k in (1, 8)
-    }
+    found["together"] = {str(k): counts_of(f"--clients 8 --step.together {k}", 8, 1)["kernels"] for k in (1, 8)}
     print(json.dumps(found))
 
 

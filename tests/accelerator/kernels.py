@@ -91,9 +91,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [t for v in value for t in tensors_in(v)] if isinstance(value, list | tuple) else []
 
 
-def order_access(
-    reads: list[torch.Tensor], writes: list[torch.Tensor], on: Stream, number: int, what: str
-) -> None:
+def order_access(reads: list[torch.Tensor], writes: list[torch.Tensor], on: Stream, number: int, what: str) -> None:
     """Check that an operation is ordered with those of other streams on the same memory, and remember it."""
     with streams.lock:
         for write, operands in ((False, reads), (True, writes)):

@@ -42,9 +42,7 @@ def alone() -> Iterator[None]:
 def net(images: int = 6) -> nn.Module:
     torch.manual_seed(3)
     side = images - 2
-    return nn.Sequential(
-        nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(3 * side * side, 3)
-    )
+    return nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(3 * side * side, 3))
 
 
 def train(comm: Comm, out: Path, **changes: Any) -> Outcome:

@@ -55,10 +55,10 @@ def task(model: nn.Module, channels_last: bool = False, **changes) -> Task:
 def both(of: Task, batch: Batch) -> tuple[list[Tensor], list[Tensor]]:
     """Loss and gradient: written out, and by autograd."""
     assert of.by_hand is not None
-    of.grad_P.fill_(torch.nan)  # all of it is written
-    ours = [of.gradient(batch), of.grad_P.clone()]
+    of.grad_T.fill_(torch.nan)  # all of it is written
+    ours = [of.gradient(batch), of.grad_T.clone()]
     hand, of.by_hand = of.by_hand, None
-    theirs = [of.gradient(batch), of.grad_P.clone()]
+    theirs = [of.gradient(batch), of.grad_T.clone()]
     of.by_hand = hand
     return ours, theirs
 
@@ -209,4 +209,4 @@ def test_so_are_other_losses_and_other_paths() -> None:
     of = task(Logistic((3, 20, 17), CLASSES), data=numbers | {"classes": 0})
     assert of.by_hand is None
     of.gradient(Batch(torch.arange(4), 0))
-    assert of.grad_P.any()
+    assert of.grad_T.any()

@@ -317,7 +317,7 @@ def test_a_model_can_be_differentiated_twice(make: Callable[[], nn.Module], x: T
     model, labels, step = make().double(), torch.tensor([0, 2]), 1e-6
     layout = layout_of(model, channels_last, torch.float64)
     x_N, v_N = torch.zeros(layout.length).double(), torch.randn(layout.length).double()
-    bind(model, layout, x_N)
+    bind(model, layout.spans, x_N)
     parts = list(model.parameters())
 
     def gradient(create_graph: bool = False) -> tuple[Tensor, ...]:

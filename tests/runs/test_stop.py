@@ -122,6 +122,19 @@ def test_a_signal_to_a_forked_child_is_not_the_runs() -> None:
         assert stop.flags == [0, 0, 1, 0]
 
 
+@pytest.mark.processes
+def test_it_ends_while_a_forked_child_lives_on() -> None:
+    """As one that waits for the next client's samples."""
+    with Stop(ALL):
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+    assert os.waitpid(child, os.WNOHANG) == (0, 0)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
 def wait_until(ready: Callable[[], bool], seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not ready():

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...data import Ints
 from ...data.objective import Objective, cross_entropy, squared_error
+from ...data.trees import IGNORE, call
 from ...errors import RunError, UserError, one_line
 from .attackers import Floats
 from .rebuild import AGAIN, Rebuilt
@@ -31,20 +32,23 @@ class Answers:
     """loss per sample, [n]"""
     metric: float
     """mean over the labels"""
+    labels: Floats
+    """how many labels a sample has that count, [n]"""
 
 
 @torch.inference_mode()
 def ask(rebuilt: Rebuilt, numbers: Ints, test: bool) -> Answers:
     """Return the outputs and losses of the model for train or test samples."""
     goal = rebuilt.data.goal
-    values, losses, total, labels = list[Tensor](), list[Tensor](), 0.0, 0
+    values, losses, counts, total, labels = list[Tensor](), list[Tensor](), list[Tensor](), 0.0, 0
     try:
         for x, y in rebuilt.samples(numbers, test):
-            outputs = rebuilt.model(x)
+            outputs, y = goal.align(call(rebuilt.model, x), y)
             losses.append(sample_losses(goal, outputs, y).cpu())
             last = outputs[:, -1] if goal.whole and outputs.ndim == 3 and y.ndim == 2 else outputs
             values.append(last.reshape(len(y), -1).float().cpu())
-            total, labels = total + float(goal.total(outputs, y)), labels + y.numel()
+            counts.append(labels_of_each(y).cpu())
+            total, labels = total + float(goal.total(outputs, y)), labels + int(goal.count(y))
     except (UserError, RunError):
         raise
     except Exception as error:  # raised by a user's Dataset, model or objective
@@ -52,7 +56,8 @@ def ask(rebuilt: Rebuilt, numbers: Ints, test: bool) -> Answers:
         raise RunError(
             f"evaluating the {part} samples of '{rebuilt.data.name}' failed: {type(error).__name__}: {one_line(error)}"
         ) from error
-    found = Answers(torch.cat(values).double().numpy(), torch.cat(losses).double().numpy(), total / labels)
+    outputs, each, weights = (torch.cat(parts).double().numpy() for parts in (values, losses, counts))
+    found = Answers(outputs, each, total / labels, weights)
     if not np.isfinite(found.values).all() or not np.isfinite(found.losses).all():
         raise UserError(
             f"the model of '{rebuilt.run.folder}' has outputs or losses that are not finite: training diverged, so "
@@ -65,11 +70,21 @@ def sample_losses(goal: Objective, outputs: Tensor, y: Tensor) -> Tensor:
     """Return the loss per sample, the mean over its labels. A user's own loss is called once per sample, because it
     need not support reduction "none"."""
     if goal.loss is cross_entropy:
-        return exact_cross_entropy(outputs.double(), y).reshape(len(y), -1).mean(1)
+        each = exact_cross_entropy(outputs.double(), y.clamp_min(0)).reshape(len(y), -1)
+        if y.ndim < 2 or int(y.min()) >= 0:
+            return each.mean(1)
+        counted = (y != IGNORE).reshape(len(y), -1)
+        return each.mul(counted).sum(1) / counted.sum(1).clamp_min(1)
     if goal.loss is squared_error:
         return goal.loss(outputs.double(), y.double(), "none").reshape(len(y), -1).mean(1)
-    each = [goal.loss(outputs[i : i + 1], y[i : i + 1], "sum") / y[i].numel() for i in range(len(y))]
-    return torch.stack([one.reshape(()) for one in each])
+    own = [goal.loss(outputs[i : i + 1], y[i : i + 1], "sum") / y[i].numel() for i in range(len(y))]
+    return torch.stack([one.reshape(()) for one in own])
+
+
+def labels_of_each(y: Tensor) -> Tensor:
+    """Return how many labels of each sample count."""
+    ragged = y.ndim > 1 and not y.is_floating_point()
+    return (y != IGNORE).reshape(len(y), -1).sum(1) if ragged else torch.full((len(y),), y[0].numel())
 
 
 def exact_cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
@@ -84,11 +99,14 @@ def check_score(rebuilt: Rebuilt, asked: Ints, answers: Answers) -> None:
     """Refuse a model whose mean loss on the test samples that the run was scored on differs from the recorded one: data
     or code have changed. `asked`: samples whose answers are known; others are evaluated."""
     losses, scored = np.full(rebuilt.data.tests, np.nan), rebuilt.scored
-    losses[asked] = answers.losses
+    labels = losses.copy()
+    losses[asked], labels[asked] = answers.losses, answers.labels
     missing = np.setdiff1d(scored, asked)
     if len(missing):
-        losses[missing] = ask(rebuilt, missing, test=True).losses
-    loss, recorded = float(losses[scored].mean()), rebuilt.run.finished.get("test_loss")
+        more = ask(rebuilt, missing, test=True)
+        losses[missing], labels[missing] = more.losses, more.labels
+    loss = float((losses[scored] * labels[scored]).sum() / labels[scored].sum())
+    recorded = rebuilt.run.finished.get("test_loss")
     if isinstance(recorded, int | float) and not math.isclose(loss, recorded, rel_tol=NEAR, abs_tol=NEAR / 10):
         raise UserError(
             f"the model of '{rebuilt.run.folder}' has a test loss of {loss:.6g} on '{rebuilt.data.name}', but had "

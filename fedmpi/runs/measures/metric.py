@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ...data.objective import count_labels
+from ...data.trees import IGNORE, leaves, shapes
 from ...errors import UserError
 from ...plugins import users_code
 from ...rounds import Report
@@ -22,6 +24,7 @@ class Metric(Measure):
 
     def __init__(self, label: str, function: Callable[[Tensor, Tensor], Any]) -> None:
         self.label, self.function = label, function
+        self.count: Callable[[Any], Any] = count_labels
 
     def prepare(self, run: Run) -> None:
         if self.label in (*run.metrics, run.task.goal.metric, "loss"):
@@ -29,6 +32,7 @@ class Metric(Measure):
                 f"measurement '{self.name}' is recorded as test_{self.label}, which is there already; rename the "
                 "function, or leave it out of --evaluate"
             )
+        self.count = run.task.goal.count
         valid = "a function of the model's outputs and the labels, or a subclass of fedmpi.runs.measures.Measure"
         with users_code(f"measurement '{self.name}'", f" for the first test samples; it must be {valid}"):
             next(run.task.score([slice(0, 2)], metrics={self.label: self.total}))
@@ -36,17 +40,20 @@ class Metric(Measure):
 
     def total(self, outputs: Tensor, labels: Tensor) -> tuple[float, int]:
         """Return the sum over a block, and how many values were summed."""
-        found = self.function(outputs, labels)
+        found, count = self.function(outputs, labels), self.count(labels)
         if isinstance(found, int | float):
-            return float(found), labels.numel()
+            return float(found), int(count)
         if not isinstance(found, Tensor):
             raise TypeError(f"it returned {type(found).__name__}; it must return a tensor or a number")
-        if found.ndim and found.shape not in (labels.shape, labels.shape[:1]):
+        whole = next(leaves(labels))
+        if found.ndim and found.shape not in (whole.shape, whole.shape[:1]):
             raise ValueError(
-                f"it returned a tensor {list(found.shape)} for labels {list(labels.shape)}; it must return one value "
+                f"it returned a tensor {list(found.shape)} for labels {shapes(labels)}; it must return one value "
                 "per sample or label, or their sum as a single number"
             )
-        return float(found.double().sum()), found.numel() if found.ndim else labels.numel()
+        if found.ndim > 1 and isinstance(labels, Tensor) and not labels.is_floating_point():
+            found = found[labels != IGNORE]
+        return float(found.double().sum()), found.numel() if found.ndim else int(count)
 
     def after_round(self, run: Run, report: Report) -> Numbers | None:
         return None if run.score is None else {f"test_{self.label}": run.score.more[self.label]}
