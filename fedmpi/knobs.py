@@ -17,6 +17,7 @@ from .schedules import Rate, as_rate
 
 OPTIONS = ("I", "II")  # of scaffold
 GRADIENTS = ("last", "initial")  # of fedgma2021
+OPTIMIZERS = ("sgd", "adamw")
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,21 @@ class LocalKnobs:
     momentum: float = knob(0.9, low=0, high=1, open_high=True, by_row=True)
     """Momentum of the client's SGD, reset every round. Default: the algorithm's."""
     weight_decay: float = knob(0.0, low=0)
-    """Weight decay of the client's SGD."""
+    """Weight decay of the client's optimizer: added to the gradient by sgd, decoupled from it by adamw."""
+    optimizer: str = "sgd"
+    """How clients step, under any rule: sgd, adamw, or a torch.optim.Optimizer as package.module:name, such as
+    torch.optim:RMSprop. Its state is new in every round."""
+    b1: float = knob(0.9, low=0, high=1, open_high=True)
+    """Decay of the first moment of adamw."""
+    b2: float = knob(0.999, low=0, high=1, open_high=True)
+    """Decay of the second moment of adamw."""
+    eps: float = knob(1e-8, low=0, open_low=True)
+    """Constant added to the root of the second moment of adamw."""
+    accumulate: int = knob(1, low=1, high=2**31 - 1)
+    """Batches per step: their mean gradient is used."""
+    step_schedule: str = "constant"
+    """Learning rate over the steps of a round: constant, step:STEPS,FACTOR, cosine or cosine:LAST; prefix
+    warmup:STEPS+ to warm up."""
     clip: float | None = knob(None, low=0, by_row=True, none=0.0)
     """Clip gradients to this norm; 0: no limit. Default: the algorithm's."""
     clip_update: float | None = knob(None, low=0, by_row=True, none=0.0)

@@ -2,7 +2,8 @@
 
 A learning rate schedule is `constant`, `step:30,0.1` (times 0.1 every 30 rounds) or `cosine` (half a cosine from the
 full rate towards 0; `cosine:0.01` towards a hundredth of it), each optionally after a linear warm-up:
-`warmup:5+cosine`. A rate depends on the round number alone, so a run can resume anywhere.
+`warmup:5+cosine`. A rate depends on the round number alone, so a run can resume anywhere. The same words describe the
+rate over the steps of a round (`warmup:10+cosine`: 10 steps).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from .errors import UserError, nearest, unknown
 
 Rate = Callable[[int], float]  # the learning rate of round t = 1, 2, ...
 SCHEDULES = {"constant": (), "step": ("rounds", "factor"), "cosine": ("last?",)}
-ALL = SCHEDULES | {"warmup": ("rounds",)}
+WARM_UP = {"warmup": ("rounds",)}
 
 
 def as_rate(lr: float | Rate) -> Rate:
@@ -22,24 +23,28 @@ def as_rate(lr: float | Rate) -> Rate:
     return lr if callable(lr) else lambda t: lr
 
 
-def make_rate(option: str, schedule: str, lr: float, rounds: int) -> Rate:
-    """Return the learning rate lr under a schedule over that many rounds in all."""
+def make_rate(option: str, schedule: str, lr: float, rounds: int, unit: str = "rounds") -> Rate:
+    """Return the learning rate lr under a schedule over that many rounds in all, or steps of a round (`unit`)."""
 
     def whole(what: str, number: float) -> int:
         if number < 1 or number != int(number):
-            raise UserError(f"{option} is '{schedule}'; a {what} takes a whole number of rounds, 1 or more")
+            raise UserError(f"{option} is '{schedule}'; a {what} takes a whole number of {unit}, 1 or more")
         return int(number)
 
+    later, first = (
+        {name: tuple(unit if word == "rounds" else word for word in words) for name, words in table.items()}
+        for table in (SCHEDULES, WARM_UP)
+    )
     front, plus, back = schedule.partition("+")
-    name, numbers = read_spec(option, front, ALL)
+    name, numbers = read_spec(option, front, later | first)
     if plus and (name != "warmup" or not back):
-        right = "a '+' stands between a warm-up and a schedule: warmup:rounds+cosine"
+        right = f"a '+' stands between a warm-up and a schedule: warmup:{unit}+cosine"
         raise UserError(f"{option} is '{schedule}'; {right}")
     warm = 0
     if name == "warmup":
-        warm = whole("warm-up", numbers["rounds"])
-        name, numbers = read_spec(option, back or "constant", SCHEDULES)
-    every = whole("step", numbers.get("rounds", 1))
+        warm = whole("warm-up", numbers[unit])
+        name, numbers = read_spec(option, back or "constant", later)
+    every = whole("step", numbers.get(unit, 1))
     low = numbers.get("factor", numbers.get("last", 0.0))
     if not 0 <= low <= 1:
         raise UserError(f"{option} is '{schedule}'; its factor must lie in [0, 1]")

@@ -98,6 +98,12 @@ class Parabola:
         epoch = len(self.targets) // self.epochs
         return iter(self.targets[: max(self.epochs - leave, 0) * epoch])
 
+    def steps(self, leave: int = 0) -> int:
+        return sum(1 for _ in self.batches(leave))
+
+    def tensors(self, x_P: Tensor) -> list[Tensor]:
+        return [x_P]
+
     def everything(self) -> Iterator[tuple[Point, float]]:
         return iter(self.whole)
 

@@ -205,7 +205,7 @@ PAGE = (REPO / "docs" / "own-data.md").read_text(encoding="utf-8")
 FENCED = PAGE.split("```")[1::2]
 BLOCKS = [block.removeprefix("python\n") for block in FENCED if block.startswith("python\n")]
 LINES = [line for block in FENCED if block.startswith("\n") for line in block.replace("\\\n", " ").splitlines()]
-OURS = [line for line in LINES if line.startswith(("fedmpi train --data my_data:", "fedmpi train --model lenet"))]
+OURS = [line for line in LINES if line.startswith("fedmpi train --data my_data:")]
 
 
 @pytest.fixture
@@ -237,6 +237,8 @@ def test_the_commands_of_the_page_train(command: str, page: Path) -> None:
     finished = json.loads((page / words(command)[-1] / "finished.json").read_text())
     assert set(finished) & {"test_accuracy", "test_hits"}
     lines = [json.loads(line) for line in (page / words(command)[-1] / "metrics.jsonl").read_text().splitlines()]
+    if "--local.private" in command:  # the scored head is the one that the model came with
+        return
     assert lines[-1]["test_loss"] < lines[0]["test_loss"]
 
 

@@ -84,12 +84,19 @@ class ModelJob:
         mine, seed = self.task.partition.of(self.cid), self.task.seed
         rng = generator(seed, "batches", self.round, self.cid)
         draws = torch_seed(seed, "torch", self.round, self.cid)
-        steps, wanted = 0, self.work.count(seed, self.round, self.cid, len(mine), leave)
+        steps, wanted = 0, self.steps(leave)
         while steps < wanted:
             order = upload(torch.from_numpy(mine[rng.permutation(len(mine))]), self.task.feed.index_device)
             for samples in torch.split(order, self.work.batch)[: wanted - steps]:
                 yield Batch(samples, draws + steps)
                 steps += 1
+
+    def steps(self, leave: int = 0) -> int:
+        samples = len(self.task.partition.of(self.cid))
+        return self.work.count(self.task.seed, self.round, self.cid, samples, leave)
+
+    def tensors(self, x_P: Tensor) -> list[Tensor]:
+        return [span.view(x_P) for span in self.task.layout.trained_spans()]
 
     def everything(self) -> Iterator[tuple[Batch, float]]:
         """Yield batches of all samples in partition order, each with its share of them."""

@@ -18,14 +18,15 @@ from .job import PRIVATE, Channel, Job, LocalResult, LocalRule, Update
 from .nova import nova
 from .prox import prox
 from .scaffold import scaffold
-from .sgd import sgd
+from .sgd import plain, sgd
 from .uga import uga
 
 __all__ = ["RULES", "Channel", "Descent", "Job", "LocalKnobs", "LocalResult", "LocalRule", "Update", "make_local"]
-__all__ += ["PRIVATE", "fedgma2021", "nova", "prox", "scaffold", "sgd", "uga", "whole_gradient"]
+__all__ += ["PRIVATE", "fedgma2021", "nova", "plain", "prox", "scaffold", "sgd", "uga", "whole_gradient"]
 
 RULES: Mapping[str, Callable[[LocalKnobs], LocalRule]] = {
-    "sgd": lambda k: sgd(k.lr, k.momentum, k.weight_decay, k.clip),
+    "sgd": lambda k: plain(Descent.of(k)),
+    "adamw": lambda k: plain(Descent.of(replace(k, optimizer="adamw"))),
     "prox": lambda k: prox(Descent.of(k), k.mu),
     "scaffold": lambda k: scaffold(Descent.of(k), k.option),
     "nova": lambda k: nova(Descent.of(k)),

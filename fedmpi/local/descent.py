@@ -1,23 +1,29 @@
-"""The loop that the rules have in common: SGD with momentum, weight decay and clipping.
+"""The loop that the rules have in common: SGD with momentum, weight decay and clipping, or another optimizer.
 
-One step, with learning rate eta, momentum rho and weight decay l, from v = 0 in every round:
+One step of SGD, with learning rate eta, momentum rho and weight decay l, from v = 0 in every round:
 
     g = clip(gradient) + l x,  changed by the rule's own pull;  v = rho v + g;  x = x - eta v
+
+The gradient is the mean over `accumulate` batches; eta may follow a schedule over the steps of the round. Another
+optimizer (optimizers.py) gets the clipped and pulled gradient, and decays weights in its own way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..errors import UserError
 from ..knobs import LocalKnobs
-from ..schedules import Rate, as_rate
+from ..schedules import Rate, as_rate, make_rate
 from .job import Job
+from .optimizers import Advance, OwnSteps, find_optimizer
 
 Pull = Callable[[Tensor, Tensor], object]
 """(g_P, x_P): changes the gradient g_P in place before the step from x_P"""
@@ -25,66 +31,118 @@ Pull = Callable[[Tensor, Tensor], object]
 
 @dataclass(frozen=True)
 class Descent:
-    """SGD as all rules run it."""
+    """SGD as all rules run it, or another optimizer in its place."""
 
     lr: float | Rate
     momentum: float = 0.0
     weight_decay: float = 0.0
     clip: float | None = None
+    accumulate: int = 1
+    schedule: str = "constant"  # over the steps of a round
+    other: OwnSteps | None = None
+
+    def __post_init__(self) -> None:
+        self.factors(1)  # refuses a wrong schedule
 
     @classmethod
     def of(cls, knobs: LocalKnobs) -> Descent:
         """Return the descent of a rule with these knobs."""
-        return cls(knobs.lr, knobs.momentum, knobs.weight_decay, knobs.clip)
+        other = find_optimizer(knobs.optimizer, knobs)
+        return cls(
+            knobs.lr, knobs.momentum, knobs.weight_decay, knobs.clip, knobs.accumulate, knobs.step_schedule, other
+        )
 
     def rate(self, job: Job) -> float:
         """Return the learning rate of the job's round."""
         return as_rate(self.lr)(job.round)
 
+    def factors(self, steps: int) -> Rate:
+        """Return the factor of the learning rate in step 1, 2, ... of that many."""
+        return make_rate("--local.step_schedule", self.schedule, 1.0, steps, unit="steps")
+
+    def steps_of(self, job: Job, leave: int = 0) -> Iterator[tuple[list[Any], float]]:
+        """Yield the batches of each step, and the factor of its learning rate."""
+        steady = self.schedule == "constant"
+        factor = self.factors(1 if steady else -(-job.steps(leave) // self.accumulate))
+        for number, batches in enumerate(grouped(job.batches(leave), self.accumulate), 1):
+            yield batches, factor(number)
+
     def run(self, job: Job, pull: Pull | None = None) -> Stepped:
-        """Train `job.x_P` over the job's batches. The momentum is in `job.delta_P` meanwhile: page faults on fresh
-        memory of a large model cost more than a step's arithmetic on it."""
-        lr, v_P, g_P, steps = self.rate(job), None, None, 0
-        for batch in job.batches():
-            g_P = self.gradient(job, batch, pull)
+        """Train `job.x_P` over the job's batches."""
+        lr = self.rate(job)
+        step = self.sgd(job, lr) if self.other is None else self.other.begin(job, lr)
+        g_P, factors = None, list[float]()
+        for batches, factor in self.steps_of(job):
+            g_P = self.gradient(job, batches, pull)
+            step(g_P, factor)
+            factors.append(factor)
+        return Stepped(g_P, factors)
+
+    def sgd(self, job: Job, lr: float) -> Advance:
+        """Return what takes a step of `job.x_P`. The momentum is in `job.delta_P` meanwhile: page faults on fresh
+        memory of a large model cost more than a step's arithmetic on it. (torch's fused step takes no less time.)"""
+        v_P: Tensor | None = None
+
+        def step(g_P: Tensor, factor: float) -> None:
+            nonlocal v_P
             if self.momentum:  # from zero: the first gradient is the first v
                 v_P = job.delta_P.copy_(g_P) if v_P is None else torch.add(g_P, v_P, alpha=self.momentum, out=v_P)
-            job.x_P.sub_(g_P if v_P is None else v_P, alpha=lr)
-            steps += 1
-        return Stepped(steps, g_P)
+            job.x_P.sub_(g_P if v_P is None else v_P, alpha=lr * factor)
 
-    def step(self, job: Job, batch: Any, v_P: Tensor, lr: float) -> None:
-        """Take one step of `job.x_P` and the momentum v_P, in place. (torch's fused step takes no less time.)"""
-        torch.add(self.gradient(job, batch), v_P, alpha=self.momentum, out=v_P)
-        job.x_P.sub_(v_P, alpha=lr)
+        return step
 
-    def gradient(self, job: Job, batch: Any, pull: Pull | None = None) -> Tensor:
-        """Return the gradient at `job.x_P` as a step uses it."""
-        g_P = self.shape(job.grad(job.x_P, batch), job.x_P)
+    def gradient(self, job: Job, batches: Sequence[Any], pull: Pull | None = None) -> Tensor:
+        """Return the mean gradient of the batches at `job.x_P` as a step uses it."""
+        g_P = job.grad(job.x_P, batches[0])
+        if len(batches) > 1:
+            g_P = g_P.clone()
+            for batch in batches[1:]:
+                g_P.add_(job.grad(job.x_P, batch))
+            g_P.div_(len(batches))
+        self.shape(g_P, job.x_P)
         if pull is not None:
             pull(g_P, job.x_P)
         return g_P
 
     def shape(self, g_P: Tensor, x_P: Tensor) -> Tensor:
-        """Clip the gradient to norm `clip` and add the weight decay, in place."""
+        """Clip the gradient to norm `clip` and add the weight decay of SGD, in place."""
         if self.clip is not None:
             g_P.mul_(clipping(g_P, self.clip))
-        if self.weight_decay:
+        if self.weight_decay and self.other is None:
             g_P.add_(x_P, alpha=self.weight_decay)
         return g_P
 
-    def weight(self, steps: int) -> float:
-        """Return how many plain gradients that many steps add up to, |a|_1 of FedNova: x_K - x_0 = -lr * sum a_k g_k.
-        Through the momentum the last gradient counts 1, the one before 1 + rho, and so on."""
-        rho = self.momentum
+    def weight(self, factors: Sequence[float]) -> float:
+        """Return how many plain gradients steps with these factors add up to, |a|_1 of FedNova: x_K - x_0 = -lr * sum
+        a_k g_k. With a constant rate, the last gradient counts 1, the one before 1 + rho through the momentum, ..."""
+        rho, steps = self.momentum, len(factors)
+        if self.schedule != "constant":
+            return sum(f * (1 - rho**k) / (1 - rho) for k, f in enumerate(factors, 1))
         return (steps - rho * (1 - rho**steps) / (1 - rho)) / (1 - rho) if rho else float(steps)
+
+    def needs_sgd(self, why: str) -> None:
+        """Refuse another optimizer than SGD."""
+        if self.other is not None:
+            raise UserError(f"--local.optimizer is {self.other.name}, and {why}; use sgd, or another --local.rule")
 
 
 class Stepped(NamedTuple):
     """What a descent returns besides x_P."""
 
-    steps: int
     last_P: Tensor | None  # the gradient of the last step as it was used, valid until the next call of `grad`
+    factors: list[float]  # of the learning rate, in each step
+
+    @property
+    def steps(self) -> int:
+        """Return how many steps were taken."""
+        return len(self.factors)
+
+
+def grouped(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:
+    """Yield that many batches at a time; the last group may be short."""
+    waiting = iter(batches)
+    while group := list(islice(waiting, size)):
+        yield group
 
 
 def clipping(g_P: Tensor, most: float) -> Tensor:

@@ -36,6 +36,12 @@ class Job(Protocol):
         """Return this client's batches of this round, in an order that depends on (seed, round, client) alone; `leave`
         epochs at the end are left out."""
 
+    def steps(self, leave: int = 0) -> int:
+        """Return how many batches `batches` yields."""
+
+    def tensors(self, x_P: Tensor) -> list[Tensor]:
+        """Return views of a vector, one for each parameter of the model, in its shape."""
+
     def everything(self) -> Iterable[tuple[Any, float]]:
         """Return batches that hold every sample of the client once, each with its share of them."""
 

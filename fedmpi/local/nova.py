@@ -20,8 +20,10 @@ from .job import Job, LocalResult, LocalRule
 def nova(descent: Descent) -> LocalRule:
     """Return SGD whose delta is divided by its momentum-weighted number of steps."""
 
+    descent.needs_sgd("FedNova's normalisation counts gradients, which only SGD adds up")
+
     def run(job: Job) -> LocalResult:
-        weight = descent.weight(descent.run(job).steps)
+        weight = descent.weight(descent.run(job).factors)
         delta_P = torch.sub(job.x_P, job.start_P, out=job.delta_P)
         return LocalResult(delta_P.div_(weight) if weight else delta_P, steps=weight or 1.0)
 

@@ -11,8 +11,8 @@ and the server adds the sum of c_n+ - c_n over the cohort, divided by the number
 summed exactly and never masked, so c stays the mean of the c_n. With momentum a gradient moves x more than once: K is
 then the momentum-weighted number of steps (`Descent.weight`), which makes c_n+ a weighted mean of the client's
 gradients again. Under either option c_n is made of gradients as a step uses them, clipped and with the weight decay,
-so that it cancels what it is there to cancel. The thesis's client line puts c_n and c outside the learning rate; here
-they are inside, as in the original.
+so that it cancels what it is there to cancel. Another optimizer than SGD gets the corrected gradient, and needs option
+I. The thesis's client line puts c_n and c outside the learning rate; here they are inside, as in the original.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ def scaffold(descent: Descent, option: str = "II") -> LocalRule:
     """Return SGD corrected by control variates."""
     if option not in OPTIONS:
         raise unknown("--local.option", option, OPTIONS)
+    if option == "II":
+        descent.needs_sgd("SCAFFOLD reads the mean gradient off the steps of SGD unless --local.option is I")
 
     def run(job: Job) -> LocalResult:
         c_P, own_P = job.shared["control"], job.memory["control"]
@@ -39,7 +41,7 @@ def scaffold(descent: Descent, option: str = "II") -> LocalRule:
         def pull(g_P: Tensor, x_P: Tensor) -> None:
             g_P.add_(correction_P)
 
-        effective = descent.weight(descent.run(job, pull).steps) * descent.rate(job)
+        effective = descent.weight(descent.run(job, pull).factors) * descent.rate(job)
         delta_P = torch.sub(job.x_P, job.start_P, out=job.delta_P)
         if new_P is None:  # a client that did not move, as the rate was 0, has learnt nothing about its gradient
             new_P = (delta_P / -effective).sub_(correction_P) if effective else own_P.clone()

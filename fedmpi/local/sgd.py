@@ -1,4 +1,4 @@
-"""Stochastic gradient descent with momentum: the client of FedAvg (McMahan et al., 2017)."""
+"""Stochastic gradient descent with momentum, or AdamW: the client of FedAvg (McMahan et al., 2017)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from .job import Job, LocalResult, LocalRule
 
 def sgd(lr: float | Rate, momentum: float = 0.0, weight_decay: float = 0.0, clip: float | None = None) -> LocalRule:
     """Return SGD with momentum (zero at the start of every round), weight decay and clipped gradients."""
-    descent = Descent(lr, momentum, weight_decay, clip)
+    return plain(Descent(lr, momentum, weight_decay, clip))
+
+
+def plain(descent: Descent) -> LocalRule:
+    """Return the rule that descends and sends where that led."""
 
     def run(job: Job) -> LocalResult:
         descent.run(job)

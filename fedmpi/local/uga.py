@@ -38,6 +38,8 @@ TRACE_BYTES = 256 << 20
 def uga(descent: Descent, trace_bytes: int = TRACE_BYTES) -> LocalRule:
     """Return a rule that sends the gradient of the client's loss after its steps, with respect to their start."""
 
+    descent.needs_sgd("UGA differentiates the steps of SGD")
+
     def run(job: Job) -> LocalResult:
         trace = Trace(descent, job, trace_bytes)
         trace.forward()
@@ -54,26 +56,27 @@ class Trace:
     beginning of each and the points of one segment at a time."""
 
     def __init__(self, descent: Descent, job: Job, trace_bytes: int) -> None:
-        self.descent, self.job, self.lr = descent, job, descent.rate(job)
-        self.batches: list[Any] = list(job.batches(leave=1))
+        self.descent, self.job, lr = descent, job, descent.rate(job)
+        self.steps: list[tuple[list[Any], float]] = [(b, lr * f) for b, f in descent.steps_of(job, leave=1)]
         fits = trace_bytes // max(job.x_P.nbytes, 1)
-        self.length = max(min(fits, len(self.batches)), math.isqrt(max(len(self.batches) - 1, 0)) + 1)
+        self.length = max(min(fits, len(self.steps)), math.isqrt(max(len(self.steps) - 1, 0)) + 1)
         self.begins: list[tuple[Tensor, Tensor]] = []
         self.points: list[Tensor] = []
 
     def forward(self) -> None:
         """Take all steps."""
         v_P = torch.zeros_like(self.job.x_P)
-        for first in range(0, len(self.batches), self.length):
+        for first in range(0, len(self.steps), self.length):
             self.begins.append((self.job.x_P.clone(), v_P.clone()))
             self.walk(first, v_P)
 
     def walk(self, first: int, v_P: Tensor) -> None:
         """Take the steps of one segment from job.x_P and v_P, in place, keeping its points."""
         self.points = []
-        for batch in self.batches[first : first + self.length]:
+        for batches, lr in self.steps[first : first + self.length]:
             self.points.append(self.job.x_P.clone())
-            self.descent.step(self.job, batch, v_P, self.lr)
+            torch.add(self.descent.gradient(self.job, batches), v_P, alpha=self.descent.momentum, out=v_P)
+            self.job.x_P.sub_(v_P, alpha=lr)
 
     def backward(self, a_P: Tensor) -> Tensor:
         """Turn the derivative with respect to the end of the steps into that with respect to their start, in place."""
@@ -84,16 +87,19 @@ class Trace:
                 x_P, v_P = self.begins[number]
                 self.job.x_P.copy_(x_P)
                 self.walk(first, v_P)
-            for batch in reversed(self.batches[first : first + self.length]):
+            for batches, lr in reversed(self.steps[first : first + self.length]):
                 self.job.x_P.copy_(self.points.pop())
-                self.step_back(batch, a_P, b_P)
+                self.step_back(batches, lr, a_P, b_P)
         return a_P
 
-    def step_back(self, batch: Any, a_P: Tensor, b_P: Tensor) -> None:
+    def step_back(self, batches: list[Any], lr: float, a_P: Tensor, b_P: Tensor) -> None:
         """Go back one step, which began at job.x_P: from dL/dx', dL/dv' to dL/dx, dL/dv, in place."""
-        u_P = b_P.sub_(a_P, alpha=self.lr)
-        g_P, times_hessian = self.job.linearise(batch)
-        a_P.add_(times_hessian(unclip(g_P, u_P, self.descent.clip)))
+        u_P = b_P.sub_(a_P, alpha=lr)
+        linear = [self.job.linearise(batch) for batch in batches]
+        g_P = linear[0][0] if len(linear) == 1 else torch.stack([g_P for g_P, _ in linear]).mean(0)
+        unclipped_P = unclip(g_P, u_P, self.descent.clip)
+        for _, times_hessian in linear:
+            a_P.add_(times_hessian(unclipped_P), alpha=1 / len(batches))
         if self.descent.weight_decay:
             a_P.add_(u_P, alpha=self.descent.weight_decay)
         b_P.mul_(self.descent.momentum)

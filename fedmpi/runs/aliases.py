@@ -26,7 +26,11 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "local.mu": ("mu", "prox_mu", "proximal_mu"),
     "local.weight_decay": ("weight_decay", "wd"),
     "local.clip": ("clip_grad", "grad_clip", "max_grad_norm"),
-    "local.rule": ("client_optimizer", "local_optimizer"),
+    "local.optimizer": ("client_optimizer",),
+    "local.b1": ("adam_beta1",),
+    "local.b2": ("adam_beta2",),
+    "local.eps": ("adam_epsilon",),
+    "local.accumulate": ("gradient_accumulation_steps", "grad_accum", "accumulation_steps"),
     "server.lr": ("server_lr", "global_lr", "server_learning_rate", "eta_g"),
     "server.rule": ("server_optimizer",),
     "server.b1": ("beta1",),
@@ -57,8 +61,8 @@ ALIASES: dict[str, tuple[str, ...]] = {
 
 HINTS: dict[str, str] = {
     "momentum": "--local.momentum is the clients', --server.momentum the server's",
-    "optimizer": "--local.rule is the clients' optimizer, --server.rule the server's; --algorithm sets both",
-    "optim": "--local.rule is the clients' optimizer, --server.rule the server's; --algorithm sets both",
+    "optimizer": "--local.optimizer is the clients', --server.rule the server's",
+    "optim": "--local.optimizer is the clients', --server.rule the server's",
     "scheduler": "--local.schedule and --server.schedule change a learning rate over the rounds",
     "lr_scheduler": "--local.schedule and --server.schedule change a learning rate over the rounds",
     "beta": "--skew.alpha is the concentration of split dirichlet, --skew.beta that of split quantity, --server.b1 and "

@@ -110,6 +110,7 @@ def prepare(cfg: Config, given: Overrides = NOTHING) -> RunSpec:
     cfg = by_real_names(cfg, given)
     row = given.row or find_row(cfg.algorithm)
     check_threshold(cfg, row)
+    check_momentum(cfg)
     cfg = resolve(extend(cfg, row), row)
     try:
         check(cfg)  # once more, for what a row of the user's own has filled in
@@ -161,6 +162,13 @@ def check_threshold(cfg: Config, row: Row) -> None:
             f"--tau is {cfg.tau:g}, but {cfg.algorithm} averages plainly unless a mask is named; add --mask gma (or "
             "and, sand), or leave --tau out"
         )
+
+
+def check_momentum(cfg: Config) -> None:
+    """Refuse a momentum that nothing reads."""
+    name = "adamw" if cfg.local.rule == "adamw" else cfg.local.optimizer
+    if cfg.local.momentum and name != "sgd":
+        raise UserError(f"--local.momentum is {cfg.local.momentum:g}, but it is of sgd, not of {name}; leave it out")
 
 
 def default_folder(cfg: Config, row: Row) -> str:

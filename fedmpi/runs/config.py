@@ -47,7 +47,7 @@ class LocalRun:
     """The client's part of a round."""
 
     rule: str | None = None
-    """Client rule: sgd, prox, scaffold, nova, uga, fedgma2021, or your own as package.module:name. Default: the
+    """Client rule: sgd, adamw, prox, scaffold, nova, uga, fedgma2021, or your own as package.module:name. Default: the
     algorithm's."""
     schedule: str = "constant"
     """Client learning rate over the rounds: constant, step:ROUNDS,FACTOR, cosine or cosine:LAST; prefix

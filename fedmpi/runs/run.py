@@ -35,6 +35,7 @@ from ..data.trees import leaves
 from ..device import count, device_of, kind_of, own_draws, set_up
 from ..device import describe as describe_device
 from ..errors import CommonError, FileError, RunError, UserError
+from ..knobs import OPTIMIZERS
 from ..local import RULES
 from ..plugins.knobs import plain_knobs
 from ..rounds import Report, State, begin, rounds
@@ -186,10 +187,13 @@ def check_alike(cfg: Config, comm: Comm, device: torch.device) -> None:
 
 
 def try_own_rule(spec: RunSpec, task: Task, comm: Comm) -> None:
-    """Try a client rule that is not built in. Collective: ranks as threads share torch's generator, so that all have
-    made their models before."""
-    rule = "of your own" if isinstance(spec.given.algorithm, Algorithm) else str(spec.cfg.local.rule)
-    if rule not in RULES:
+    """Try a client rule or an optimizer that is not built in. Collective: ranks as threads share torch's generator, so
+    that all have made their models before."""
+    local = spec.cfg.local
+    rule = "of your own" if isinstance(spec.given.algorithm, Algorithm) else str(local.rule)
+    own = rule not in RULES
+    if own or local.optimizer not in OPTIMIZERS:
+        rule = rule if own else f"{rule} with {local.optimizer}"
         with agreed(comm):
             try_rule(rule, spec.algorithm.local, task, spec.work)
 

@@ -23,6 +23,12 @@ if TYPE_CHECKING:  # what config.py makes of the knobs that rules declare
         work: str = "full"
         momentum: float | None = None
         weight_decay: float = 0.0
+        optimizer: str = "sgd"
+        b1: float = 0.9
+        b2: float = 0.999
+        eps: float = 1e-08
+        accumulate: int = 1
+        step_schedule: str = "constant"
         clip: float | None = None
         clip_update: float | None = None
         mu: float = 0.01
@@ -54,6 +60,7 @@ else:
 LocalDict = TypedDict("LocalDict", {
     "rule": str | None, "lr": float | None, "schedule": str, "epochs": int | None, "steps": int | None, "batch": int,
     "freeze": str | None, "private": str | None, "work": str, "momentum": float | None, "weight_decay": float,
+    "optimizer": str, "b1": float, "b2": float, "eps": float, "accumulate": int, "step_schedule": str,
     "clip": float | None, "clip_update": float | None, "mu": float, "option": str, "gradient": str,
 }, total=False)
 
@@ -96,7 +103,8 @@ Knobs = TypedDict("Knobs", {
     "server": Server | ServerDict, "skew": Skew | SkewDict, "meta": Meta | MetaDict, "memory": Memory | MemoryDict,
     "eval": Eval | EvalDict, "checkpoint": Checkpoint | CheckpointDict, "lr": float | None, "epochs": int | None,
     "num_steps": int | None, "batch_size": int, "mu": float, "weight_decay": float, "clip_grad": float | None,
-    "client_optimizer": str | None, "server_lr": float | None, "server_optimizer": str | None, "beta1": float,
+    "client_optimizer": str, "adam_beta1": float, "adam_beta2": float, "adam_epsilon": float,
+    "gradient_accumulation_steps": int, "server_lr": float | None, "server_optimizer": str | None, "beta1": float,
     "beta2": float | None, "eps": float | None, "alpha": float, "classes_per_client": int | None, "test_every": int,
     "test_batch_size": int, "save_every": int | None,
 }, total=False)

@@ -138,8 +138,8 @@ def test_a_descent_is_made_of_the_knobs() -> None:
 @pytest.mark.parametrize("steps, weight", [(0, 0.0), (1, 1.0), (2, 2.5), (3, 4.25), (4, 6.125)])
 def test_the_weight_of_steps_by_hand(steps: int, weight: float) -> None:
     # rho 0.5: the last gradient counts 1, the one before 1.5, then 1.75, 1.875
-    assert Descent(0.1, momentum=0.5).weight(steps) == pytest.approx(weight)
-    assert Descent(0.1).weight(steps) == steps
+    assert Descent(0.1, momentum=0.5).weight([1.0] * steps) == pytest.approx(weight)
+    assert Descent(0.1).weight([1.0] * steps) == steps
 
 
 @given(st.integers(0, 300), st.one_of(st.just(0.0), st.just(0.9), st.floats(0, 0.999)))
@@ -148,7 +148,7 @@ def test_the_weight_of_steps_is_how_far_gradients_of_one_go(steps: int, rho: flo
     for _ in range(steps):
         v = rho * v + 1
         x += v
-    assert Descent(0.1, momentum=rho).weight(steps) == pytest.approx(x, rel=1e-8, abs=1e-12)
+    assert Descent(0.1, momentum=rho).weight([1.0] * steps) == pytest.approx(x, rel=1e-8, abs=1e-12)
 
 
 # Whole gradients

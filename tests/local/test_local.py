@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,11 +23,13 @@ from fedmpi.local import (
     fedgma2021,
     make_local,
     nova,
+    plain,
     prox,
     scaffold,
     sgd,
     uga,
 )
+from fedmpi.local.optimizers import find_optimizer
 
 NUMBERS = st.floats(-3, 3)
 LR = st.floats(0.01, 0.5)
@@ -423,7 +426,8 @@ def test_uga_takes_the_curvature_where_each_step_began() -> None:
 
 RULE_NAMES = sorted(RULES)
 MADE: dict[str, Callable[[Descent, LocalKnobs], LocalRule]] = {
-    "sgd": lambda d, k: sgd(d.lr, d.momentum, d.weight_decay, d.clip),
+    "sgd": lambda d, k: plain(d),
+    "adamw": lambda d, k: plain(replace(d, other=find_optimizer("adamw", k))),
     "prox": lambda d, k: prox(d, k.mu),
     "scaffold": lambda d, k: scaffold(d, k.option),
     "nova": lambda d, k: nova(d),
@@ -449,13 +453,15 @@ def bent(round: int = 1) -> Parabola:
 @pytest.mark.parametrize("name", RULE_NAMES)
 def test_the_row_reads_every_knob(name: str) -> None:
     first = LocalKnobs(lr=0.05, momentum=0.5, weight_decay=0.1, clip=2.0, mu=0.3, option="II", gradient="last")
-    changes = [{"lr": 0.06}, {"momentum": 0.0}, {"weight_decay": 0.0}, {"clip": None}]
+    changes = [{"lr": 0.06}, {"weight_decay": 0.0}, {"clip": None}, {"accumulate": 2}, {"step_schedule": "cosine"}]
+    changes += [{"b1": 0.5}, {"b2": 0.5}, {"eps": 0.1}] if name == "adamw" else [{"momentum": 0.0}]
     changes += [{"mu": 0.1}] * (name == "prox") + [{"option": "I"}] * (name == "scaffold")
     changes += [{"gradient": "initial"}] * (name == "fedgma2021")
     seen = []
     for change in [{}, *changes]:
         knobs = LocalKnobs(**(vars(first) | change))
-        descent = Descent(knobs.lr, knobs.momentum, knobs.weight_decay, knobs.clip)
+        usual = Descent(knobs.lr, knobs.momentum, knobs.weight_decay, knobs.clip)
+        descent = replace(usual, accumulate=knobs.accumulate, schedule=knobs.step_schedule)
         delivered = values(make_local(name, knobs)(bent()))
         assert delivered == values(MADE[name](descent, knobs)(bent())), change
         seen.append(str(delivered))

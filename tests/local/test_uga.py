@@ -8,6 +8,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import federation
@@ -32,10 +33,12 @@ from fedmpi.local import Descent, uga
 from fedmpi.local.descent import whole_gradient
 from fedmpi.local.uga import Trace
 from fedmpi.models.lenet import LeNet
+from fedmpi.schedules import make_rate
 
 PLAIN = Descent(0.1)
 HEAVY = Descent(0.05, momentum=0.9, weight_decay=0.02)
 CLIPPED = Descent(0.1, momentum=0.5, weight_decay=0.02, clip=0.8)
+GROUPED = replace(CLIPPED, accumulate=2, schedule="warmup:2+cosine")
 WORK = Work(epochs=3, batch=4)
 
 
@@ -159,17 +162,23 @@ def unrolled(task: Task, start_N: Tensor, ints: Tensor, descent: Descent, work: 
 
     w_P = start_N[: task.layout.params].clone().requires_grad_()
     x_P, v_P = w_P, torch.zeros_like(w_P)
-    for batch in job.batches(leave=1):
-        (g_P,) = torch.autograd.grad(loss(x_P, batch), x_P, create_graph=True)
+    batches = list(job.batches(leave=1))
+    groups = [batches[i : i + descent.accumulate] for i in range(0, len(batches), descent.accumulate)]
+    rates = make_rate("", descent.schedule, descent.rate(job), len(groups))
+    for number, group in enumerate(groups, 1):
+        mean_loss = torch.stack([loss(x_P, batch) for batch in group]).mean()
+        (g_P,) = torch.autograd.grad(mean_loss, x_P, create_graph=True)
         if descent.clip is not None:
             g_P = g_P * (descent.clip / g_P.norm()).clamp_max(1.0)
         v_P = descent.momentum * v_P + g_P + descent.weight_decay * x_P
-        x_P = x_P - descent.rate(job) * v_P
+        x_P = x_P - rates(number) * v_P
     whole = sum(share * loss(x_P, batch) for batch, share in job.everything())
     return torch.autograd.grad(whole, w_P)[0]
 
 
-@pytest.mark.parametrize("descent", [PLAIN, HEAVY, CLIPPED], ids=["plain", "momentum and decay", "clipped"])
+@pytest.mark.parametrize(
+    "descent", [PLAIN, HEAVY, CLIPPED, GROUPED], ids=["plain", "momentum and decay", "clipped", "accumulated"]
+)
 @pytest.mark.parametrize("make", [smooth_model, norm_model, dropout_model])
 def test_the_gradient_is_that_of_one_graph_through_all_steps(make: Callable[[], nn.Module], descent: Descent) -> None:
     task = small(make)

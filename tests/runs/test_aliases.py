@@ -110,7 +110,7 @@ def test_keywords_join_their_group() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--optimizer adam", "unknown option '--optimizer'; --local.rule is the clients' optimizer, --server.rule the"),
+        ("--optimizer adam", "unknown option '--optimizer'; --local.optimizer is the clients', --server.rule the"),
         ("--frac 0.1", "unknown option '--frac'; --cohort is the number of clients per round, not a fraction of them"),
         ("--local.batch_size 3", "unknown option '--local.batch_size'; did you mean '--local.batch'?"),
         ("--learning-rat 3", "unknown option '--learning-rat'; did you mean '--local.lr'?"),

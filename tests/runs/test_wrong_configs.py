@@ -31,13 +31,14 @@ from fedmpi import commands as cli
 from fedmpi.comm import SoloComm
 from fedmpi.plugins.knobs import MOST
 from fedmpi.runs import options, run
+from fedmpi.runs.aliases import real_name
 from fedmpi.runs.config import Config
 
 pytestmark = pytest.mark.timeout(300)
 
 FREE = {"data_root", "out", "memory.folder"}
 GROUPS = sorted({name.partition(".")[0] for name in KNOBS if "." in name})
-IMPORTED = ("algorithm", "mask", "local.rule", "server.rule", "model")  # also package.module:name
+IMPORTED = ("algorithm", "mask", "local.rule", "local.optimizer", "server.rule", "model")  # also package.module:name
 SOUND = {"rounds": 3, "tau": 0.3, "local.lr": 0.1, "algorithm": "scaffold", "server.momentum": 0.5, "eval.batch": 7}
 FOREIGN = "verify names json nodes partition time ranks_per_node executor samples kills help_me config.x".split()
 QUICK = "--data tiny --split iid --model logistic --clients 8 --cohort 4 --rounds 1 --threads 1 --log_to none".split()
@@ -152,7 +153,8 @@ def misnamed(draw: st.DrawFn) -> Mistake:
     k = draw(st.integers(0, len(name) - 1))
     spelt = [name[:k] + name[k + 1 :], name[: k + 1] + name[k:], name[:k] + "q" + name[k:], f"{name}.x", name.upper()]
     other = st.one_of(st.sampled_from([*spelt, *FOREIGN, f"local.{name}"]), st.text("abc.-_ \u00e9\n", max_size=6))
-    return {draw(other.filter(lambda n: n not in KNOBS and n not in GROUPS and n != "h")): draw(st.integers(0, 9))}
+    unknown = other.filter(lambda n: real_name(n) is None and n not in GROUPS and n != "h")
+    return {draw(unknown): draw(st.integers(0, 9))}
 
 
 PATTERNS = {"local.freeze", "local.private"}  # any text may match something: only the model refuses one
