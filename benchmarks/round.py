@@ -121,6 +121,11 @@ def write_job(name: str, folder: Path) -> str:
         x, y = rng.integers(0, 256, (6400, 3, 32, 32), dtype=np.uint8), rng.integers(0, 10, 6400)
         settings |= {"steps": 2, "lr": 0.01, "mean": [0.5] * 3, "std": [0.25] * 3}
         said = "random images, 3x32x32"
+    elif name == "transformer":
+        rng = np.random.default_rng(0)
+        x, y = rng.integers(0, 128, (12800, 64), dtype=np.uint8), rng.integers(0, 10, 12800)
+        settings |= {"steps": None, "lr": 0.01, "mean": [], "std": []}
+        said = "random tokens"
     else:
         try:
             data, said = load("fmnist"), "Fashion-MNIST"
@@ -213,7 +218,7 @@ def python(word: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--job", choices=("lenet", "resnet18"), default="lenet")
+    parser.add_argument("--job", choices=("lenet", "own-lenet", "resnet18", "transformer"), default="lenet")
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), metavar="NAME")
     parser.add_argument("--peer", type=python, metavar="PYTHON", help="a Python that has pfl, to run the job too")
     parser.add_argument("--turns", type=positive, help="blocks a program (9; resnet18: 5)")

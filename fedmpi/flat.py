@@ -47,6 +47,11 @@ class Span:
         out, inn, height, width = self.shape
         return flat.view(out, height, width, inn).permute(0, 3, 1, 2)
 
+    def flat(self, tensor: Tensor) -> Tensor | None:
+        """Return a tensor of this shape in the order of the vector; None if that needs a copy."""
+        tensor = tensor.permute(0, 2, 3, 1) if self.channels_last else tensor
+        return tensor.view(-1) if tensor.is_contiguous() else None
+
 
 @dataclass(frozen=True)
 class Private:

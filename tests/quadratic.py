@@ -29,7 +29,7 @@ from fedmpi.comm import Comm
 from fedmpi.comm.threads import run_threads
 from fedmpi.data import Partition
 from fedmpi.flat import Layout
-from fedmpi.local import LocalResult, LocalRule, Update
+from fedmpi.local import LocalResult, LocalRule, Piece, Update
 from fedmpi.rounds import Plan, Report, State, begin
 
 NO_INTS = torch.zeros(0, dtype=torch.int64)
@@ -103,6 +103,9 @@ class Parabola:
 
     def tensors(self, x_P: Tensor) -> list[Tensor]:
         return [x_P]
+
+    def pieces(self, batch: Point) -> list[Piece]:
+        return [Piece(slice(0, len(self.x_P)), self.grad(self.x_P, batch))]
 
     def everything(self) -> Iterator[tuple[Point, float]]:
         return iter(self.whole)

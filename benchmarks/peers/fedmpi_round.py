@@ -94,7 +94,8 @@ def main() -> int:
     of = job()
     run.rounds = gated
     how, mask = sys.argv[1:3]
-    data, name = ("common:pictures", "common:resnet18") if of.model == "resnet18" else (of.data, of.model)
+    own = {"own-lenet": "common:LeNet", "resnet18": "common:resnet18", "transformer": "common:Transformer"}
+    data, name = ("common:pictures", own[of.model]) if of.model in own else (of.data, of.model)
     words = ["train", "--data", data, "--split", "iid", "--model", name, "--sum", how, "--mask", mask]
     words += ["--clients", of.clients, "--cohort", of.cohort, "--local.batch", of.batch, "--local.lr", of.lr]
     words += ["--local.momentum", of.momentum, *(["--local.steps", of.steps] if of.steps else ["--local.epochs", 1])]

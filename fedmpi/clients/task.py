@@ -23,12 +23,13 @@ from torch import Tensor, nn
 
 from ..cohort import Work
 from ..data import Data, Partition
-from ..data.objective import Objective, cross_entropy
+from ..data.objective import Objective, cross_entropy, logits
 from ..data.trees import Tree, call
 from ..device import CPU, Download, pins, seed_layers, upload, without_fused_rnn
-from ..flat import bind, layout_of, read_ints, write_ints
-from ..local import PRIVATE, LocalResult, LocalRule, Update
+from ..flat import bind, layout_of, read_ints, tiles, write_ints
+from ..local import PRIVATE, LocalResult, LocalRule, Piece, Update
 from ..models.kernels.byhand import by_hand
+from ..models.kernels.recognise import recognised
 from ..seeds import generator, torch_seed
 from .execution import PLAIN, Mode
 from .feed import ArrayFeed, Batch, Pair, make_feed
@@ -37,6 +38,9 @@ from .still import Still
 from .training import Delivery, Global, Start, Trainer, train_clients
 
 ALIGNED = 128  # elements that slices of sums on an accelerator begin at: NCCL is slower elsewhere
+
+LARGE = 2**16  # elements of a parameter whose gradient is not copied
+PIECE = 2**18  # elements of a step at a time: three vectors of so many fit the cache
 
 T = TypeVar("T")
 
@@ -114,9 +118,18 @@ class ModelJob:
         loss = self.task.gradient(batch)
         if elsewhere:
             self.x_P.copy_(kept_P)
+        self.count(loss, batch)
+        return self.task.grad_T
+
+    def count(self, loss: Tensor, batch: Batch) -> None:
+        """Add a batch's mean loss to what the client reports."""
         self.loss_sum.add_(loss, alpha=len(batch.samples))
         self.samples += len(batch.samples)
-        return self.task.grad_T
+
+    def pieces(self, batch: Batch) -> list[Piece]:
+        loss, pieces = self.task.pieces(batch)
+        self.count(loss, batch)
+        return pieces
 
     def linearise(self, batch: Batch) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         return self.task.linearise(batch)
@@ -177,6 +190,7 @@ class Task:
         drop_out_of_memory: bool = False,
         graphs: bool = False,
         private: Collection[str] = (),
+        kernels: bool = True,
     ) -> None:
         self.model, self.partition, self.seed, self.device = model.to(device), partition, seed, device
         self.sums_device = device if sums_device is None else sums_device
@@ -194,6 +208,8 @@ class Task:
         self.grad_T = torch.zeros(self.layout.trained, device=device, dtype=dtype)
         self.feed, self.goal = make_feed(data, device, dtype, workers, data_on_host), data.goal
         self.drop_out_of_memory = drop_out_of_memory
+        image = data.kind in ("images", "numbers") and device.type == "cpu"
+        self.network = recognised(model, data.shape, dtype) if kernels and image else None
         self.attach()
         self.first_private = self.private.clone()  # what a client starts from that has none of its own yet
         self.graphs = Graphs(self.by_autograd, self.buffers) if graphs else None
@@ -209,8 +225,10 @@ class Task:
         self.spans = self.layout.trained_spans()
         self.params = [tensors[span.name] for span in self.spans]
         self.grads = [span.view(self.grad_T) for span in self.spans]
-        plain = self.mode == PLAIN and self.goal.loss is cross_entropy
-        self.by_hand = by_hand(self.model, self.params, self.grads) if plain else None
+        on_cpu = self.device.type == "cpu"
+        self.large = {k for k, span in enumerate(self.spans) if on_cpu and span.shape.numel() >= LARGE}
+        plain = self.mode == PLAIN and self.goal.loss is cross_entropy and self.goal.align is logits
+        self.by_hand = by_hand(self.model, self.params, self.grads, self.network) if plain else None
 
     def loss(self, batch: Batch, forward: Callable[..., Any] | None = None) -> Tensor:
         """Return the mean loss of a batch at the current parameters; `forward` replaces the usual call of the model."""
@@ -221,6 +239,32 @@ class Task:
     def mean_loss(self, x: Tree, y: Tree, forward: Callable[..., Any] | None = None) -> Tensor:
         """Return the mean loss of inputs and labels."""
         return self.goal.loss(*self.goal.align(call(forward or self.forward, x), y), "mean")
+
+    def pieces(self, batch: Batch) -> tuple[Tensor, list[Piece]]:
+        """Return the loss of a batch, and the gradient of its mean in pieces: of large parameters as autograd has made
+        it, as writing it to `grad_T` and reading it there would take as long as the step."""
+        if not self.large or self.by_hand is not None or self.graphs is not None:
+            return self.gradient(batch), [Piece(slice(0, len(self.grad_T)), self.grad_T)]
+        x, y = self.feed.train(batch)
+        seed_layers(self.device, batch.seed)
+        loss, grads = self.grads_of(x, y)
+        pieces, small, end = list[Piece](), list[int](), 0
+        for number, (span, grad) in enumerate(zip(self.spans, grads, strict=True)):
+            flat = span.flat(grad) if number in self.large else None
+            if flat is None:
+                small.append(number)
+                continue
+            if end < span.start:
+                pieces.append(Piece(slice(end, span.start), self.grad_T[end : span.start]))
+            end = span.start + len(flat)
+            pieces += (
+                Piece(tile, flat[tile.start - span.start : tile.stop - span.start])
+                for tile in tiles(span.start, end, PIECE)
+            )
+        if end < len(self.grad_T):
+            pieces.append(Piece(slice(end, len(self.grad_T)), self.grad_T[end:]))
+        torch._foreach_copy_([self.grads[number] for number in small], [grads[number] for number in small])
+        return loss, pieces
 
     def gradient(self, batch: Batch) -> Tensor:
         """Write the gradient of a batch's mean loss to `grad_T`; return the loss."""
@@ -235,11 +279,16 @@ class Task:
 
     def by_autograd(self, x: Tree, y: Tree) -> Tensor:
         """Write the gradient of a batch's mean loss to `grad_T`; return the loss."""
+        loss, grads = self.grads_of(x, y)
+        torch._foreach_copy_(self.grads, grads)  # cheaper than clearing the vector and accumulating into it
+        return loss
+
+    def grads_of(self, x: Tree, y: Tree) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the mean loss and its gradient, a tensor for each trained parameter."""
         with torch.enable_grad():
             loss = self.mean_loss(x, y)
         grads = torch.autograd.grad(loss, self.params, allow_unused=True, materialize_grads=True)
-        torch._foreach_copy_(self.grads, grads)  # cheaper than clearing the vector and accumulating into it
-        return loss.detach()
+        return loss.detach(), grads
 
     def buffers(self) -> list[Tensor]:
         """Return what a forward pass in training may change: float buffers, and integer ones."""

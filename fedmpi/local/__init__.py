@@ -14,7 +14,7 @@ from ..knobs import LocalKnobs
 from ..plugins import find, refuse
 from .descent import Descent, clipping, whole_gradient
 from .fedgma2021 import fedgma2021
-from .job import PRIVATE, Channel, Job, LocalResult, LocalRule, Update
+from .job import PRIVATE, Channel, Job, LocalResult, LocalRule, Piece, Update
 from .nova import nova
 from .prox import prox
 from .scaffold import scaffold
@@ -22,7 +22,7 @@ from .sgd import plain, sgd
 from .uga import uga
 
 __all__ = ["RULES", "Channel", "Descent", "Job", "LocalKnobs", "LocalResult", "LocalRule", "Update", "make_local"]
-__all__ += ["PRIVATE", "fedgma2021", "nova", "plain", "prox", "scaffold", "sgd", "uga", "whole_gradient"]
+__all__ += ["PRIVATE", "Piece", "fedgma2021", "nova", "plain", "prox", "scaffold", "sgd", "uga", "whole_gradient"]
 
 RULES: Mapping[str, Callable[[LocalKnobs], LocalRule]] = {
     "sgd": lambda k: plain(Descent.of(k)),

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..errors import UserError
 from ..knobs import LocalKnobs
 from ..schedules import Rate, as_rate, make_rate
-from .job import Job
+from .job import Job, Piece
 from .optimizers import Advance, OwnSteps, find_optimizer
 
 Pull = Callable[[Tensor, Tensor], object]
@@ -67,16 +67,31 @@ class Descent:
         for number, batches in enumerate(grouped(job.batches(leave), self.accumulate), 1):
             yield batches, factor(number)
 
-    def run(self, job: Job, pull: Pull | None = None) -> Stepped:
-        """Train `job.x_P` over the job's batches."""
-        lr = self.rate(job)
-        step = self.sgd(job, lr) if self.other is None else self.other.begin(job, lr)
-        g_P, factors = None, list[float]()
+    def run(self, job: Job, pull: Pull | None = None, last: bool = False) -> Stepped:
+        """Train `job.x_P` over the job's batches; return the last gradient if it is asked for."""
+        lr, factors = self.rate(job), list[float]()
+        as_it_is = pull is None and self.clip is None and not self.weight_decay and self.accumulate == 1
+        if self.other is None and as_it_is and not last:
+            for (batch,), factor in self.steps_of(job):
+                self.step_by_pieces(job, job.pieces(batch), lr * factor, first=not factors)
+                factors.append(factor)
+            return Stepped(None, factors)
+        step, g_P = self.sgd(job, lr) if self.other is None else self.other.begin(job, lr), None
         for batches, factor in self.steps_of(job):
             g_P = self.gradient(job, batches, pull)
             step(g_P, factor)
             factors.append(factor)
         return Stepped(g_P, factors)
+
+    def step_by_pieces(self, job: Job, pieces: Iterable[Piece], lr: float, first: bool) -> None:
+        """Take a step as `sgd` does, with a gradient in pieces: each part of the vectors passes the cache once."""
+        for at, g in pieces:
+            v = job.delta_P[at] if self.momentum else g
+            if self.momentum and first:
+                v.copy_(g)
+            elif self.momentum:
+                torch.add(g, v, alpha=self.momentum, out=v)
+            job.x_P[at].sub_(v, alpha=lr)
 
     def sgd(self, job: Job, lr: float) -> Advance:
         """Return what takes a step of `job.x_P`. The momentum is in `job.delta_P` meanwhile: page faults on fresh

@@ -26,7 +26,7 @@ def fedgma2021(descent: Descent, gradient: str = "last") -> LocalRule:
 
     def run(job: Job) -> LocalResult:
         first_P = descent.shape(whole_gradient(job, job.start_P), job.start_P) if gradient == "initial" else None
-        last_P = descent.run(job).last_P
+        last_P = descent.run(job, last=True).last_P
         g_P = last_P if first_P is None else first_P
         shift_P = job.x_P - job.start_P
         delta_P = job.delta_P.zero_() if g_P is None else torch.neg(g_P, out=job.delta_P)

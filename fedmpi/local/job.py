@@ -17,6 +17,13 @@ from ..errors import UserError, unknown
 PRIVATE = "private parameters"  # the name by which a client keeps the part of the model that it does not share
 
 
+class Piece(NamedTuple):
+    """A part of a gradient: where it lies in the vector, and its elements."""
+
+    at: slice
+    g: Tensor
+
+
 class Job(Protocol):
     """One client's training in one round. Its gradients are functions of a point and a batch: asked twice, they give
     the same. `start_P`, `shared` and `memory` are read-only. If parameters are private (--local.private), they are the
@@ -47,6 +54,10 @@ class Job(Protocol):
 
     def grad(self, x_P: Tensor, batch: Any) -> Tensor:
         """Return the gradient of the batch's mean loss at x_P; may be overwritten, valid until the next call."""
+
+    def pieces(self, batch: Any) -> list[Piece]:
+        """Return the gradient of the batch's mean loss at `self.x_P` in pieces that cover it, of a size that a CPU's
+        cache holds; they are read-only and valid until the next call."""
 
     def linearise(self, batch: Any) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Return the gradient at `self.x_P` as it is now, and the function v -> H v with the second derivative H of the

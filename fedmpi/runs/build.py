@@ -339,6 +339,7 @@ def make_task(
         data_on_host=cfg.data_on == "host" or (cfg.data_on == "auto" and not fits(data, device)),
         drop_out_of_memory=cfg.step.out_of_memory == "drop",
         graphs=cfg.step.graphs,
+        kernels=cfg.step.kernels == "auto",
         private=own,
     )
     try_mode(task, name, samples, min(cfg.local.batch, int(partition.sizes.max())))

@@ -99,6 +99,9 @@ class Step:
     autocast. Parameters stay float32."""
     compile: str = knob("none", choices=("none", "default", "reduce-overhead", "max-autotune"))
     """none, or a mode of torch.compile: default, reduce-overhead (CUDA graphs on a GPU), max-autotune."""
+    kernels: str = knob("auto", choices=("auto", "torch"))
+    """Gradients on a CPU: auto (written by hand for networks of small convolutions with pooling, and of linear layers)
+    or torch (autograd's, but for the built-in models)."""
     graphs: bool = False
     """Record each step as a CUDA graph and replay it: one launch instead of one per kernel. Needs a model without
     control flow by values. Has not been run on a GPU yet."""

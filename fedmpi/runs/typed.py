@@ -65,7 +65,8 @@ LocalDict = TypedDict("LocalDict", {
 }, total=False)
 
 StepDict = TypedDict("StepDict", {
-    "layout": str, "precision": str, "compile": str, "graphs": bool, "out_of_memory": str, "together": int,
+    "layout": str, "precision": str, "compile": str, "kernels": str, "graphs": bool, "out_of_memory": str,
+    "together": int,
 }, total=False)
 
 ServerDict = TypedDict("ServerDict", {

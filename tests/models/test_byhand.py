@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from federation import CPU, partition
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,6 +20,7 @@ from fedmpi.data import Arrays
 from fedmpi.data.objective import CLASSIFY, REGRESS
 from fedmpi.models.kernels.byhand import by_hand
 from fedmpi.models.kernels.convpool import Room
+from fedmpi.models.kernels.recognise import recognised
 from fedmpi.models.lenet import LeNet
 from fedmpi.models.logistic import Logistic
 
@@ -44,8 +46,10 @@ def arrays() -> Arrays:
     return Arrays("made", CLASSES, x, y, x[:2], y[:2])
 
 
-def task(model: nn.Module, channels_last: bool = False, **changes) -> Task:
+def task(model: nn.Module, channels_last: bool = False, grey: bool = False, **changes) -> Task:
     data = replace(arrays(), **changes.pop("data", {}))
+    if grey:
+        data = replace(data, x=data.x[:, :1, :12, :12], test_x=data.test_x[:, :1, :12, :12])
     made = {"dtype": torch.float64} | changes
     made_of = Task(model.to(made["dtype"]), data, partition(), 11, CPU, 1, channels_last, **made)
     made_of.model.train()
@@ -210,3 +214,118 @@ def test_so_are_other_losses_and_other_paths() -> None:
     assert of.by_hand is None
     of.gradient(Batch(torch.arange(4), 0))
     assert of.grad_T.any()
+
+
+# Models of the user's own
+
+
+class Own(nn.Module):
+    """A LeNet as people write it."""
+
+    def __init__(self, drop: float = 0.0) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(1, 4, 5, padding=2), nn.Conv2d(4, 6, 3)
+        self.pool, self.drop = nn.MaxPool2d(2, 2), nn.Dropout(drop)
+        self.fc1, self.fc2 = nn.Linear(24, 10), nn.Linear(10, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.pool(F.relu(self.conv1(x)))
+        x = F.max_pool2d(self.conv2(x), 2).relu()
+        x = x.view(x.size(0), -1)
+        return self.fc2(self.drop(F.relu(self.fc1(x))))
+
+
+class Shaped(Own):
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(F.max_pool2d(self.conv1(x), kernel_size=2, stride=2))
+        x = self.pool(torch.relu(self.conv2(x))).reshape(x.shape[0], -1)
+        return self.fc2(self.drop(self.fc1(x).relu()))
+
+
+class Branched(Own):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.fc2.bias
+
+
+class Noisy(Own):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + 0.1 * torch.randn_like(x) if self.training else x)
+
+
+class Chosen(Own):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if x.sum() > 0 else -x)
+
+
+class Fickle(Own):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) if self.calls % 2 else super().forward(x).relu()
+
+
+class Mean(Own):
+    """Of a pool that keeps the size, and of the mean of what the pool left."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.avg_pool2d(F.relu(self.conv1(x)), 2)
+        return self.fc2(F.relu(self.fc1(self.pool(F.relu(self.conv2(x))).flatten(1))))
+
+
+def stride() -> nn.Module:
+    layers = [nn.Conv2d(1, 4, 3, stride=2), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16, CLASSES)]
+    return nn.Sequential(*layers)
+
+
+def mlp(*more: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(144, 10), nn.ReLU(), *more, nn.Linear(10, CLASSES))
+
+
+RECOGNISED: dict[str, Callable[[], nn.Module]] = {
+    "own": Own,
+    "dropout": lambda: Own(0.5),
+    "shaped": Shaped,
+    "mlp": mlp,
+    "mlp with dropout": lambda: mlp(nn.Identity(), nn.Dropout(0.3)),
+    "linear": lambda: nn.Sequential(nn.Flatten(), nn.Linear(144, CLASSES)),
+}
+OTHER: dict[str, Callable[[], nn.Module]] = {
+    "branched": Branched,
+    "noisy": Noisy,
+    "chosen by values": Chosen,
+    "fickle": Fickle,
+    "mean pool": Mean,
+    "stride": stride,
+    "log-softmax": lambda: nn.Sequential(mlp(), nn.LogSoftmax(1)),
+    "tanh": lambda: nn.Sequential(nn.Flatten(), nn.Linear(144, 10), nn.Tanh(), nn.Linear(10, CLASSES)),
+    "norm": lambda: mlp(nn.BatchNorm1d(10)),
+    "no bias": lambda: nn.Sequential(nn.Flatten(), nn.Linear(144, CLASSES, bias=False)),
+    "dropout on images": lambda: nn.Sequential(nn.Dropout(0.5), mlp()),
+    "two dropouts": lambda: mlp(nn.Dropout(0.1), nn.Linear(10, 10), nn.ReLU(), nn.Dropout(0.2)),
+}
+
+
+@pytest.mark.parametrize("name", RECOGNISED)
+@settings(deadline=None, max_examples=8)
+@given(numbers=st.lists(st.integers(0, SAMPLES - 1), min_size=1, max_size=9), seed=st.integers(0, 2**40))
+def test_a_model_of_such_layers_is_recognised_and_has_the_gradient_of_autograd(
+    name: str, numbers: list[int], seed: int
+) -> None:
+    torch.manual_seed(5)
+    ours, theirs = both(task(RECOGNISED[name](), grey=True), Batch(torch.tensor(numbers), seed))
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.allclose(a, b, rtol=1e-9, atol=1e-12)
+    assert ours[1].any()
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_what_does_more_is_left_to_autograd(name: str) -> None:
+    assert task(OTHER[name](), grey=True).by_hand is None
+
+
+def test_it_can_be_turned_off_and_leaves_the_mode_alone() -> None:
+    model = Own().eval()
+    assert recognised(model, (1, 12, 12), torch.float32) is not None and not model.training
+    assert recognised(model, (1, 28, 28), torch.float32) is None, "of another size"
+    assert task(Own(), grey=True, kernels=False).by_hand is None

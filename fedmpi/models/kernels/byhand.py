@@ -45,13 +45,17 @@ class Layered(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} does not declare its network")
 
 
-def by_hand(model: nn.Module, params: Sequence[Tensor], grads: Sequence[Tensor]) -> ByHand | None:
+def by_hand(
+    model: nn.Module, params: Sequence[Tensor], grads: Sequence[Tensor], network: Network | None = None
+) -> ByHand | None:
     """Return a function that writes the gradient of a model with respect to `params` to `grads`; None if autograd is
-    needed: the model is not layered, its forward pass does more, or not all of it is trained on a CPU."""
-    definer = next(kind for kind in type(model).__mro__ if {"forward", "network"} & vars(kind).keys())
-    if not isinstance(model, Layered) or "network" not in vars(definer):  # a subclass overrides the forward pass
-        return None
-    network = model.network
+    needed: the model is not layered (by its own declaration, or as a `network` that was recognised in it), its forward
+    pass does more, or not all of it is trained on a CPU."""
+    if network is None:
+        definer = next(kind for kind in type(model).__mro__ if {"forward", "network"} & vars(kind).keys())
+        if not isinstance(model, Layered) or "network" not in vars(definer):  # a subclass overrides the forward pass
+            return None
+        network = model.network
     plain = all(type(layer) in (nn.Conv2d, nn.Linear) for layer in network.layers)
     hooks: list[object] = [p._backward_hooks for p in params]
     for m in model.modules():
