@@ -1,7 +1,9 @@
-"""What data cost in memory when several ranks of a node use them: mapped from the prepared file, or each in a copy.
+"""What data cost in memory when several ranks of a node use them: mapped from the prepared file, or each in a copy. And
+what the frozen part of a model costs.
 
     python benchmarks/memory.py --data_root /scratch/data           # CIFAR-10, 4 ranks
     python benchmarks/memory.py --data glyphs --ranks 2 --json
+    python benchmarks/memory.py --base 350 --ranks 2                # a frozen base of 350 million parameters in bf16
 
 Each rank is a process of its own. It imports fedmpi, loads the data, and takes every sample once in batches, in random
 order, as training does. When all ranks have, what the kernel knows of them is read from /proc/PID/smaps_rollup, and of
@@ -11,17 +13,24 @@ the prepared file's mapping from /proc/PID/smaps. This is done for ranks that
   copy       hold a copy of them each, as a program does that reads its data for itself
 The node's total is the sum of the ranks' Pss: of what several processes share, each is charged its part. What is beyond
 the total of `import` are the data.
+
+With `--base`, `fedmpi train` runs a model of linear layers of width 4096, frozen in bf16, each with a trained adapter
+of rank 8, and a model of the adapters alone. The difference of their memory is what the base costs: of the node while
+it trains (Pss of all ranks), and of a rank at its peak, which is while every rank has made a base of its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -35,6 +44,7 @@ from fedmpi.errors import UserError
 
 WAYS = ("import", "map", "copy")
 BATCH = 32
+HERE = Path(__file__).resolve().parent
 FIELDS = ("Rss", "Pss", "Private_Clean", "Private_Dirty")
 
 
@@ -173,12 +183,61 @@ def table(rows: list[Row]) -> str:
     return columns(lines)
 
 
+def train_base(millions: int, ranks: int, folder: Path) -> dict[str, float]:
+    """Train a model with a base of that many million parameters; return bytes of memory, and those that it sent."""
+    out = folder / f"run-{millions}"
+    words = "train --data glyphs --split iid --clients 8 --cohort 4 --rounds 8 --local.steps 1 --local.batch 8 --quiet"
+    words += f" --ranks {ranks} --eval.every 8 --eval.samples 8 --threads 1 --log_to none --out {out}"
+    environ = os.environ | {"PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parent}", "FEDMPI_BASE": str(millions)}
+    command = [sys.executable, "-m", "fedmpi", *words.split(), "--model", "base:make"]
+    settled, peaks = 0, dict[int, int]()
+    with subprocess.Popen(command, env=environ, cwd=folder) as process:
+        while process.poll() is None:
+            time.sleep(0.1)
+            node, all_train = 0, (out / "metrics.jsonl").exists()
+            for pid in descendants(process.pid):
+                with suppress(OSError):  # it has ended
+                    node += 1024 * kilobytes(Path(f"/proc/{pid}/smaps_rollup").read_text())["Pss"]
+                    peak = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+                    peaks[pid] = 1024 * int(peak[1]) if peak else 0
+            settled = max(settled, node) if all_train else 0
+    if process.returncode:
+        raise UserError(f"training with a base of {millions} million parameters failed; what it said stands above")
+    sent = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])["bytes_sent"]
+    return {"node": settled, "rank_peak": max(peaks.values()), "bytes_sent": sent}
+
+
+def descendants(pid: int) -> list[int]:
+    """Return a process and all that it has started."""
+    with suppress(OSError):
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return [pid, *(one for child in children for one in descendants(int(child)))]
+    return []
+
+
+def compare_bases(millions: int, ranks: int, as_json: bool) -> None:
+    """Print what the frozen base costs."""
+    with tempfile.TemporaryDirectory() as folder:
+        alone, whole = (train_base(size, ranks, Path(folder)) for size in (0, millions))
+    base = 2 * millions * 1e6
+    row = {"base_bytes": base, "ranks": ranks, "bytes_sent_alone": alone["bytes_sent"], **whole}
+    row |= {f"{name}_for_base": (whole[name] - alone[name]) / base for name in ("node", "rank_peak")}
+    if as_json:
+        print(json.dumps(row))
+        return
+    print(f"a frozen base of {base / 1e6:.0f} MB on {ranks} ranks; it adds")
+    print(f"  to the node while it trains  {row['node_for_base']:.2f} x its size")
+    print(f"  to the peak of a rank        {row['rank_peak_for_base']:.2f} x its size")
+    print(f"bytes sent a round: {whole['bytes_sent']:,.0f}, without the base {alone['bytes_sent']:,.0f}")
+
+
 def options() -> argparse.Namespace:
     """What the caller asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default="cifar10", help="data set")
     parser.add_argument("--data_root", help="folder of the data sets; else $FEDMPI_DATA, else the user's cache")
     parser.add_argument("--ranks", type=positive, default=4)
+    parser.add_argument("--base", type=positive, metavar="MILLIONS", help="parameters of a frozen base")
     parser.add_argument("--json", action="store_true", help="print one JSON object per line, in bytes, then the ratios")
     parser.add_argument("--rank", choices=WAYS, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -192,6 +251,9 @@ def main() -> int:
             return 0
         if not Path("/proc/self/smaps_rollup").exists():
             raise UserError("there is no /proc/self/smaps_rollup to read; run this on Linux")
+        if given.base:
+            compare_bases(given.base, given.ranks, given.json)
+            return 0
         file = prepared_file(given.data, given.data_root)
         rows = [measure(way, given.data, given.data_root, given.ranks, file) for way in WAYS]
     except UserError as error:

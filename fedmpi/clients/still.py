@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from ..errors import UserError, one_line
 from ..flat import parts_of
 
 ALIGNED = 64  # bytes that a tensor begins at in shared memory
+RETURNED = 2**26  # bytes that are freed before they are returned to the system
 
 
 class Still:
@@ -80,15 +81,19 @@ class Still:
         """Return how many bytes of shared memory they need."""
         return max((part.stop for _, part in self.places()), default=0)
 
-    def fill(self, memory: Tensor) -> None:
-        """Copy the tensors into shared memory."""
-        for tensor, part in self.places():
-            memory[part].copy_(tensor.detach().reshape(-1).view(torch.uint8))
-
-    def move_to(self, memory: Tensor) -> None:
-        """Let the tensors be those in shared memory; their own is freed."""
+    def move_to(self, memory: Tensor, fill: bool, freed: Callable[[], object]) -> None:
+        """Let the tensors be those in shared memory, which is filled with them first if asked for. Their own memory is
+        freed one by one, and `freed` is called now and then to return it, so that a rank never holds two copies."""
+        since = 0
         for tensor, part in list(self.places()):
+            if fill:
+                memory[part].copy_(tensor.detach().reshape(-1).view(torch.uint8))
             tensor.data = memory[part].view(tensor.dtype).view(tensor.shape)
+            since += part.stop - part.start
+            if since >= RETURNED:
+                freed()
+                since = 0
+        freed()
         self.versions = self.count_writes()
 
 

@@ -387,12 +387,12 @@ def share_still(task: Task, comm: Comm) -> None:
     if comm.node is None or not task.still.shareable:
         return
     memory = comm.node.bytes(task.still.shareable)
-    if memory is not None and comm.node.leads:
-        task.still.fill(memory)
+    leads = comm.node.leads
+    if memory is not None and leads:
+        task.still.move_to(memory, fill=True, freed=release_freed_memory)
     comm.barrier()
-    if memory is not None:
-        task.still.move_to(memory)
-        release_freed_memory()
+    if memory is not None and not leads:
+        task.still.move_to(memory, fill=False, freed=release_freed_memory)
 
 
 def compare_ranks(fingerprint: Fingerprint, comm: Comm) -> None:
