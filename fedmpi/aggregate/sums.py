@@ -25,6 +25,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -90,8 +91,13 @@ def check_wire(kind: str, wire: str) -> None:
         )
 
 
+Memory = list[tuple[Tensor, ...]]
+"""The memory of sums, votes and squares, cut into parts that follow each other."""
+
+
 class Accumulator:
-    """This rank's sums of one vector per client over a round, a row per rank. Made once, reset every round. `squares`
+    """This rank's sums of one vector per client over a round, a row per rank. Made once, reset every round. A vector is
+    added to all rows at once if they are one tensor: the number of kernels does not grow with that of ranks. `squares`
     is the number of leading elements whose squares are summed; `wire` is what sums travel as. Collective to make."""
 
     def __init__(
@@ -115,6 +121,9 @@ class Accumulator:
         self.votes = comm.rows(slice_length, torch.int8 if cohort <= 127 else torch.int32, device) if votes else None
         self.squares = comm.rows(slice_length, number, device) if squares else None
         self.travels = len(self.sums.shared or ()) < comm.size - 1  # whether any row is sent rather than shared
+        self.by_row: Memory = list(zip(*(rows.mine for rows in self.rows), strict=True))
+        blocks = [rows.block.view(-1) for rows in self.rows if rows.block is not None]
+        self.memory = [tuple(blocks)] if len(blocks) == len(self.rows) else self.by_row
         self.reset(total=1)
 
     @property
@@ -126,9 +135,8 @@ class Accumulator:
         """Clear all rows, for a cohort whose weights add up to `total`."""
         if total < 1:
             raise UserError(f"a cohort's weight is {total}; it must be at least 1: give every client a sample")
-        for rows in self.rows:
-            for row in rows.mine:
-                row.zero_()
+        for vector in chain(*self.memory):
+            vector.zero_()
         self.total, self.weight, self.clients = total, 0, 0
         self.deferred: tuple[Tensor, int] | None = None
 
@@ -151,28 +159,29 @@ class Accumulator:
             raise ValueError(f"weight {weight} on top of {self.weight} does not fit a cohort of {self.total}")
         self.weight += weight
         self.clients += 1
-        self.deferred = x, weight
-        if not defer:
-            self.fold(slice(0, self.slice))
-            self.deferred = None
+        if defer:
+            self.deferred = x, weight
+        else:
+            self._add(self.memory, x, weight)
 
     def fold(self, bucket: slice) -> None:
         """Add a bucket of the deferred vector to every row."""
-        if self.deferred is None:
-            return
-        x, weight = self.deferred
-        for rank, x_S in enumerate(torch.split(x, self.slice)):
-            for tile in tiles(bucket.start, min(bucket.stop, x_S.numel()), tile_size(self.device)):
-                self._add_tile(rank, tile, x_S[tile], weight)
+        if self.deferred is not None:
+            self._add(self.by_row, *self.deferred, bucket)
 
-    def _add_tile(self, rank: int, tile: slice, x: Tensor, weight: int) -> None:
-        self._add_product(self.sums.mine[rank][tile], x, weight, FRACTION_BITS)
+    def _add(self, memory: Memory, x: Tensor, weight: int, bucket: slice | None = None) -> None:
+        for number, part in enumerate(torch.split(x, memory[0][0].numel())):
+            start, stop = (bucket.start, min(bucket.stop, part.numel())) if bucket else (0, part.numel())
+            for tile in tiles(start, stop, tile_size(self.device)):
+                self._add_tile([vector[tile] for vector in memory[number]], part[tile], weight)
+
+    def _add_tile(self, rows: list[Tensor], x: Tensor, weight: int) -> None:
+        self._add_product(rows[0], x, weight, FRACTION_BITS)
         if self.votes is not None:
-            votes = self.votes.mine[rank][tile]
-            votes.add_(torch.sign(x).to(votes.dtype))
+            rows[1].add_(torch.sign(x).to(rows[1].dtype))
         if self.squares is not None:
             square = x.square().clamp_(max=float(4**SQUARE_RANGE_BITS)) if self.exact else x.square()
-            self._add_product(self.squares.mine[rank][tile], square, weight, SQUARE_FRACTION_BITS)
+            self._add_product(rows[-1], square, weight, SQUARE_FRACTION_BITS)
 
     def _add_product(self, sums: Tensor, x: Tensor, weight: int, fraction_bits: int) -> None:
         if self.exact:
@@ -274,14 +283,15 @@ class Sums:
 
     def add(self, update: Update) -> bool:
         """Add a client's update; one that cannot be averaged is left out, with a warning. Return whether it counts. If
-        rows travel, the rank's last update is left for `fold`: one bucket travels while the next is folded."""
+        rows travel from a CPU, the rank's last update is left for `fold`: one bucket travels while the next is folded.
+        (A device takes a millisecond for it, and more kernels if it is cut.)"""
         try:
             self.check(update)
         except Unusable as why:
             log.warning("round %d: client %d left out: %s", self.round, update.cid, why)
             return False
         position = self.cohort.cids.index(update.cid)
-        weight, defer = self.cohort.weights[position], update.last and self.deltas.travels
+        weight, defer = self.cohort.weights[position], update.last and self.deltas.travels and self.device.type == "cpu"
         self.deltas.add(update.delta_N, weight, defer)
         for channel in self.rule.sends:
             share = weight if channel.to == "model" else 1

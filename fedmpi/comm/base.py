@@ -50,11 +50,13 @@ ROLL_CALL_SECONDS = 5.0  # how long a failed rank waits for signs of life from t
 class Rows:
     """Memory for `exchange`: row r of `mine` is read by rank r, row r of `theirs` comes from rank r; its own row is the
     same tensor in both. `shared` are the ranks whose rows are in shared memory; `None`, on all ranks, if no rank
-    shares memory. With a `wire` type, `out` is sent instead of `mine`, and `theirs` is of that type."""
+    shares memory. `block` is all of `mine` as one tensor, if none of them is shared. With a `wire` type, `out` is sent
+    instead of `mine`, and `theirs` is of that type."""
 
     mine: list[Tensor]
     theirs: list[Tensor]
     shared: frozenset[int] | None = None
+    block: Tensor | None = None
     out: dict[int, Tensor] = field(default_factory=dict)
 
 
@@ -92,14 +94,15 @@ class Comm(ABC):
 
         shared = self.node.rows(length, dtype) if self.node else None
         away = [r for r in self.others if r not in (shared or ())]
-        own = private()
-        pairs = [
-            (own, own) if r == self.rank else (shared or {}).get(r) or (private(), private(wire or dtype))
-            for r in range(self.size)
-        ]
-        mine, theirs = ([pair[side] for pair in pairs] for side in (0, 1))
+        block = None if shared else torch.zeros(self.size, length, dtype=dtype, device=device)
+        mine: list[Tensor] = []
+        theirs: list[Tensor] = []
+        for r in range(self.size):
+            own, other = (shared or {}).get(r) or (private() if block is None else block[r], None)
+            mine.append(own)
+            theirs.append(own if r == self.rank else private(wire or dtype) if other is None else other)
         out = {r: private(wire) for r in away} if wire else {}
-        return Rows(mine, theirs, None if shared is None else frozenset(shared), out)
+        return Rows(mine, theirs, None if shared is None else frozenset(shared), block, out)
 
     def vector(self, slice_length: int, device: torch.device | None = None) -> Tensor:
         """Allocate a float32 vector of zeros for `gather`: a rank writes its slice and reads all. Collective."""

@@ -191,9 +191,9 @@ class DryRank:
 
 
 def tensors(thing: Any) -> Iterator[Tensor]:
-    """Yield every tensor of a state or of a rank's sums."""
+    """Yield every tensor of a state or of a rank's sums; of views the tensor that has the memory."""
     if isinstance(thing, Tensor):
-        yield thing
+        yield thing if thing._base is None else thing._base
     elif isinstance(thing, State | Sums | Accumulator | Rows | Compressor | Update):
         yield from tensors(vars(thing))
     elif isinstance(thing, dict):

@@ -16,6 +16,7 @@ from tests.accelerator import pretend
 from tests.accelerator.cases import CASES, SMALL
 
 DEVICE = torch.device("pretend:0")
+RESNET18 = 11_173_962  # parameters
 COUNTED = ("kernels", "waits", "to_host", "to_device")
 
 
@@ -56,16 +57,27 @@ def measure(options: str) -> dict[str, Any]:
     }
 
 
-def fold(kind: str, elements: int) -> int:
-    """Return the kernels that adding one client's delta takes where the sums are on the device."""
-    from fedmpi.aggregate.sums import Accumulator
-    from fedmpi.comm import SoloComm
+def fold(kind: str, ranks: int) -> int:
+    """Return the kernels that adding a client's delta of a ResNet-18 takes where the sums are on the devices of so many
+    ranks: of the last client, whose delta may be added bucket by bucket while others travel."""
+    from fedmpi.aggregate.exchange import buckets
+    from fedmpi.aggregate.sums import Sums
+    from fedmpi.clients.task import ALIGNED
+    from fedmpi.cohort import Cohort
+    from fedmpi.commands.plan import DryComm
+    from fedmpi.flat import Layout
+    from fedmpi.local import LocalResult, Update, sgd
 
-    sums = Accumulator(SoloComm(), elements, 10, kind, DEVICE)
-    sums.reset(100)
-    delta = torch.zeros(elements, device=DEVICE)
+    layout = Layout((), RESNET18, RESNET18, (), ALIGNED)
+    comm = DryComm(0, [[rank] for rank in range(ranks)], shares=False)
+    delta_N = torch.ones(layout.padded(ranks), device=DEVICE)
+    sums = Sums(comm, layout, sgd(0.01), cohort=1, clients=1, kind=kind, device=DEVICE)
+    no_ints = torch.zeros(0, dtype=torch.int64)
+    sums.reset(Cohort((0,), (10,), (0,)), 1, no_ints)
     with pretend.counted() as counts:
-        sums.add(delta, 10)
+        assert sums.add(Update(0, delta_N, no_ints, 0.0, LocalResult(delta_N[:RESNET18]), last=True))
+        for bucket in buckets(sums.deltas.slice, sums.deltas.travels):
+            sums.fold(bucket)
         return sum(counts.kernels.values())
 
 
@@ -81,7 +93,7 @@ def main() -> None:
         "scaffold": measure("--algorithm scaffold"),
         "graphs": measure("--step.graphs true"),
     }
-    found["fold"] = {kind: fold(kind, 11_173_962) for kind in ("exact", "float32")}
+    found["fold"] = {kind: [fold(kind, ranks) for ranks in (1, 2, 4)] for kind in ("exact", "float32")}
     found["together"] = {str(k): counts_of(f"--clients 8 --step.together {k}", 8, 1)["kernels"] for k in (1, 8)}
     print(json.dumps(found))
 

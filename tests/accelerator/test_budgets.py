@@ -48,8 +48,9 @@ class TestBudgets:
         """They do not depend on the size of the model."""
         assert 0 < counts[name]["client"]["kernels"] - 3 * counts[name]["step"]["kernels"] <= kernels
 
-    def test_a_fold_on_the_device_is_few_kernels(self, counts: dict[str, Any]) -> None:
-        assert 0 < counts["fold"]["float32"] < counts["fold"]["exact"] <= 30
+    def test_a_fold_on_the_device_is_few_kernels_on_any_number_of_ranks(self, counts: dict[str, Any]) -> None:
+        (rounded,), (exact,) = (set(counts["fold"][kind]) for kind in ("float32", "exact"))
+        assert 0 < rounded < exact <= 30
 
     def test_an_update_crosses_the_bus_once(self, counts: dict[str, Any]) -> None:
         to_host = counts["lenet"]["client"]["to_host"]
