@@ -538,7 +538,8 @@ def test_errors_read_as_the_page_says(case: str) -> None:
         model, _ = WRONG_MODELS[case]
     else:
         knobs, _ = WRONG_KNOBS[case]
-    assert f"`{refused(model, data, test, **knobs)}`" in PAGE
+    said = refused(model, data, test, **knobs).replace(": addmm: ", ": ")  # torch 2.15 names the operation
+    assert f"`{said}`" in PAGE
 
 
 def test_a_split_that_needs_what_the_data_do_not_have() -> None:

@@ -150,9 +150,11 @@ def describe(
     accelerator: Mapping[str, object] | None = None,
 ) -> dict[str, object]:
     """Return the record for environment.json: versions, machine, place, accelerator, job, commit of `folder`."""
-    packages = ("torch", "torchvision", "numpy", "mpi4py", "submitit", "safetensors")
+    import torch  # here, as few commands that look for a place need it; its own version names the build
+
+    versions = {"fedmpi": __version__, "python": platform.python_version(), "torch": torch.__version__}
     return {
-        "versions": {"fedmpi": __version__, "python": platform.python_version()} | {p: _version(p) for p in packages},
+        "versions": versions | {p: _version(p) for p in ("torchvision", "numpy", "mpi4py", "submitit", "safetensors")},
         "platform": platform.platform(),
         "processor": _processor(),
         "hostname": socket.gethostname(),

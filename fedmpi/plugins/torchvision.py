@@ -95,14 +95,13 @@ def torchvision_build() -> str:
 
 
 def _load_operators() -> None:
-    """Load torchvision's compiled operators, if possible."""
+    """Load torchvision's compiled operators, if possible: `_C`, or `_C_stable` since torchvision 0.29."""
     package = importlib.util.find_spec("torchvision")
     for folder in (package.submodule_search_locations if package else None) or []:
-        loader = (importlib.machinery.ExtensionFileLoader, importlib.machinery.EXTENSION_SUFFIXES)
-        compiled = importlib.machinery.FileFinder(folder, loader).find_spec("_C")
-        if compiled is not None and compiled.origin is not None:
-            with contextlib.suppress(OSError, RuntimeError):
-                torch.ops.load_library(compiled.origin)  # type: ignore[no-untyped-call]
+        for compiled in sorted(Path(folder).glob("_C*")):
+            if compiled.name.endswith(tuple(importlib.machinery.EXTENSION_SUFFIXES)):
+                with contextlib.suppress(OSError, RuntimeError):
+                    torch.ops.load_library(str(compiled))  # type: ignore[no-untyped-call]
 
 
 if __name__ == "__main__":

@@ -616,7 +616,23 @@ def load_operators():
     for name in ("nms", "qnms"):
         healthy.define(name + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 imports._load_operators = load_operators
-imports.import_torchvision()
+imports.ready_torchvision()
 print(len(imports._declared))
 """
     assert python(code) == "0"
+
+
+@pytest.mark.parametrize("name", ["_C.so", "_C_stable.so"])
+def test_operators_are_loaded_from_the_library_of_any_version(name: str, tmp_path: Path) -> None:
+    """Declaring them next to a library that has them ends the process: torchvision's import defines them again."""
+    (tmp_path / "torchvision").mkdir()
+    for file in ("__init__.py", "_config.py", "image.so", name):
+        (tmp_path / "torchvision" / file).touch()
+    code = f"""
+import sys, torch
+sys.path.insert(0, {str(tmp_path)!r})
+from fedmpi.plugins import torchvision as imports
+torch.ops.load_library = print
+imports._load_operators()
+"""
+    assert python(code) == str(tmp_path / "torchvision" / name)
