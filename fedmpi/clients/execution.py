@@ -60,6 +60,8 @@ PLAIN = Mode()
 
 def compiled(model: Callable[..., Any], mode: str) -> Callable[..., Any]:
     """Return the compiled model. It is built at the first call, and again for the first batch of another length."""
+    if torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(True)  # tells the compiler as well
     try:
         return torch.compile(model, mode=mode)
     except RuntimeError as error:

@@ -73,14 +73,14 @@ def settle(cfg: Config, place: Place) -> torch.device:
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Restore the random state (torch, numpy and Python), torch's threads and its choice of kernels afterwards."""
-    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    threads, deterministic = torch.get_num_threads(), torch.get_deterministic_debug_mode()
     plain, numpys = random.getstate(), np.random.get_state()
     with own_draws():
         try:
             yield
         finally:
             torch.set_num_threads(threads)
-            torch.use_deterministic_algorithms(deterministic)
+            torch.set_deterministic_debug_mode(deterministic)
             random.setstate(plain)
             np.random.set_state(numpys)
 
