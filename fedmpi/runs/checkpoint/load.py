@@ -145,7 +145,7 @@ def restore(found: FoundCheckpoint, start: State, length: int, comm: Comm) -> St
             for rank in range(found.ranks):
                 read_slice(found, rank, targets, first=first, last=last, length=length)
             if unsent_N is not None:
-                read_unsent(found, unsent_N, comm, last - first)
+                read_unsent(found, unsent_N, comm, length)
             read_memories(found.memories, start.memory, comm)
         except (safetensors.SafetensorError, RuntimeError, ValueError, OSError) as error:
             where = found.slices[0].parent
@@ -173,17 +173,16 @@ def read_slice(
             target[low - first : high - first].copy_(file.get_slice(name)[low - start : high - start])
 
 
-def read_unsent(found: FoundCheckpoint, unsent_N: Tensor, comm: Comm, count: int) -> None:
-    """Restore the rounding errors of the sums. On as many ranks as before each takes its own; else the owner of a slice
-    takes those of all ranks for its `count` elements, so that nothing is lost."""
+def read_unsent(found: FoundCheckpoint, unsent_N: Tensor, comm: Comm, length: int) -> None:
+    """Restore the rounding errors of the sums, of `length` elements and padding. On as many ranks as before each takes
+    its own; else the owner of a slice takes those of all ranks for it, so that nothing is lost."""
+    slice_length = unsent_N.numel() // comm.size
+    own, paths = slice(comm.rank * slice_length, min((comm.rank + 1) * slice_length, length)), found.slices
     if found.ranks == comm.size:
-        with safetensors.safe_open(found.slices[comm.rank], "pt") as file:
-            unsent_N.copy_(file.get_tensor("unsent.sums"))
-        return
-    first = comm.rank * (unsent_N.numel() // comm.size)
-    for path in found.slices if count > 0 else ():
+        own, paths = slice(0, length), found.slices[comm.rank : comm.rank + 1]
+    for path in paths if own.start < own.stop else ():
         with safetensors.safe_open(path, "pt") as file:
-            unsent_N[first : first + count].add_(file.get_slice("unsent.sums")[first : first + count].to(unsent_N))
+            unsent_N[own].add_(file.get_slice("unsent.sums")[own].to(unsent_N))
 
 
 def read_memories(paths: Iterable[Path], memory: Memory, comm: Comm) -> None:
