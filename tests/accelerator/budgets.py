@@ -1,6 +1,6 @@
 """Count what training gives a device to do: `python -m tests.accelerator.budgets` prints JSON.
 
-Of each: kernels, waits of the host, bytes to the host and to the device. A step is the difference between runs of 13
+Of each: kernels, waits of the host, bytes to the host and to the device. A step is the difference between runs of 8
 and of 3 steps, a client that between 4 and 2 clients of one round.
 """
 
@@ -21,7 +21,7 @@ COUNTED = ("kernels", "waits", "to_host", "to_device")
 
 
 def counts_of(options: str, clients: int, steps: int) -> dict[str, int]:
-    """Return the counts of one round with so many clients and steps, after a first one that allocates."""
+    """Return the counts of one round with so many clients and steps, after others that allocate."""
     from fedmpi.comm import SoloComm
     from fedmpi.rounds import begin, make_sums, run_round
     from fedmpi.runs.build import load_data, make_memory, make_task, plan_of, prepare
@@ -34,12 +34,13 @@ def counts_of(options: str, clients: int, steps: int) -> dict[str, int]:
     comm, plan = SoloComm(), plan_of(spec)
     state = begin(task, spec.algorithm, comm, make_memory(spec, task), spec.cfg.wire)
     sums = make_sums(plan, spec.algorithm, task, comm, state.model_N)
-    for _ in range(3):  # the first rounds allocate
+    for _ in range(2):  # two sets of host memory, in turn
         state, _ = run_round(state, plan, spec.algorithm, task, comm, sums)
     with pretend.counted() as counts:
         run_round(state, replace(plan), spec.algorithm, task, comm, sums)
         kernels, waits = sum(counts.kernels.values()), sum(counts.waits.values())
-        return dict(zip(COUNTED, (kernels, waits, counts.bytes_to_host, counts.bytes_to_device), strict=True))
+        found = dict(zip(COUNTED, (kernels, waits, counts.bytes_to_host, counts.bytes_to_device), strict=True))
+        return found | {"synchronised": counts.waits["synchronize the device"]}
 
 
 def between(more: dict[str, int], less: dict[str, int], by: int) -> dict[str, float]:
@@ -48,10 +49,10 @@ def between(more: dict[str, int], less: dict[str, int], by: int) -> dict[str, fl
 
 def measure(options: str) -> dict[str, Any]:
     """Return the counts per step, per client and per round of a run with these options."""
-    few, many = counts_of(options, 2, 3), counts_of(options, 2, 13)
+    few, many = counts_of(options, 2, 3), counts_of(options, 2, 8)
     four, none = counts_of(options, 4, 3), counts_of(options, 1, 3)
     return {
-        "step": between(many, few, 20),
+        "step": between(many, few, 10),
         "client": between(four, few, 2),
         "round": {name: 2 * none[name] - few[name] for name in COUNTED},
     }
@@ -94,6 +95,7 @@ def main() -> None:
         "graphs": measure("--step.graphs true"),
     }
     found["fold"] = {kind: [fold(kind, ranks) for ranks in (1, 2, 4)] for kind in ("exact", "float32")}
+    found["phase ends"] = {where: counts_of(f"--sums {where}", 1, 1)["synchronised"] for where in ("host", "device")}
     found["together"] = {str(k): counts_of(f"--clients 8 --step.together {k}", 8, 1)["kernels"] for k in (1, 8)}
     print(json.dumps(found))
 

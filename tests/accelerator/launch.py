@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from conftest import BIN, need, rank_environment
 from torch.utils import backend_registration
 
@@ -18,6 +22,17 @@ def need_device() -> None:
     """Skip where this torch cannot have a device written in Python."""
     present = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
     need("accelerator", present, "this torch has no backends written in Python, so no pretend accelerator")
+
+
+def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], str]) -> str:
+    """Return what `make` returns for a new folder: called by one of the workers of pytest-xdist, for all of them."""
+    own = factory.getbasetemp()
+    kept = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / f"{name}.json"
+    with kept.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not kept.exists():
+            kept.write_text(make(factory.mktemp(name)))
+    return kept.read_text()
 
 
 def call(command: list[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -25,19 +25,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import backend_registration
 
 REPO = Path(__file__).parents[2]
 MODULE = "tests.accelerator.test_pretend"
 
-pytestmark = [
-    pytest.mark.accelerator,
-    pytest.mark.xdist_group("accelerator"),
-    pytest.mark.skipif(
-        not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
-        reason=f"torch {torch.__version__} cannot have a device that is written in Python",
-    ),
-]
+pytestmark = [pytest.mark.accelerator, pytest.mark.xdist_group("accelerator")]
 
 if __name__ == "__main__":
     if sys.argv[1] == "ranks":
@@ -758,12 +750,23 @@ def outputs(*programs: list[str], **environment: str) -> list[str]:
     return [out for out, _ in printed]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def device_present() -> None:
+    from tests.accelerator.launch import need_device  # which a program cannot import
+
+    need_device()
+
+
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What the functions for one process raised."""
-    folder = str(tmp_path_factory.mktemp("alone"))
-    (out,) = outputs(["-m", MODULE, "check"], PRETEND_DEVICES="2", PRETEND_TEST_FOLDER=folder)
-    return json.loads(out)
+    from tests.accelerator.launch import once
+
+    def check(folder: Path) -> str:
+        (out,) = outputs(["-m", MODULE, "check"], PRETEND_DEVICES="2", PRETEND_TEST_FOLDER=str(folder))
+        return out
+
+    return json.loads(once(tmp_path_factory, "alone", check))
 
 
 def two_ranks(folder: Path, kind: str) -> list[dict[str, str]]:
@@ -775,7 +778,9 @@ def two_ranks(folder: Path, kind: str) -> list[dict[str, str]]:
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """What the functions for two ranks raised on each."""
-    return two_ranks(tmp_path_factory.mktemp("together"), "ranks")
+    from tests.accelerator.launch import once
+
+    return json.loads(once(tmp_path_factory, "together", lambda folder: json.dumps(two_ranks(folder, "ranks"))))
 
 
 CHECKS = [name for name in list(globals()) if name.startswith("check_")]
