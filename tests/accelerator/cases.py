@@ -1,4 +1,4 @@
-"""Train many small runs in one process: `python -m tests.accelerator.cases OUT COMM DEVICE SUMS [NAME ...]`.
+"""Train many small runs in one process: `python -m tests.accelerator.cases OUT COMM DEVICE SUMS [NAME ...] [--NAME=X]`.
 
 On "cpu" the plain path of the CPU is taken, without the hand-written kernels that only a CPU has: its models are what
 the accelerator's must equal to the bit. Under a launcher, each process is a rank.
@@ -116,7 +116,7 @@ def plain() -> None:
 
 
 def main(out: str, which: str, device: str, sums: str, *names: str) -> None:
-    """Train the cases of these names, or all."""
+    """Train the cases of these names, or all; names that begin with a dash are options of each."""
     if device == "cpu":
         plain()
     else:
@@ -131,14 +131,15 @@ def main(out: str, which: str, device: str, sums: str, *names: str) -> None:
     from fedmpi.runs.run import run, settle
 
     place = find_place(os.environ)
-    common = [*SMALL.split(), "--device", device, "--sums", sums, "--quiet", "true"]
+    more = [name for name in names if name.startswith("-")]
+    common = [*SMALL.split(), "--device", device, "--sums", sums, "--quiet", "true", *more]
     first = prepare(parse([*common, "--out", f"{out}/none"]))
     here = settle(first.cfg, place)
     on = sums_device(here, sums)
     comm = connect(which, place, on, 60.0, os.environ)
     if on.type == "cpu":
         share_node(comm)
-    for name in names or CASES:
+    for name in [name for name in names if name not in more] or CASES:
         spec = prepare(parse([*common, *CASES[name].split(), "--out", f"{out}/{name}"]))
         run(spec, comm, place, settle(spec.cfg, place), os.environ)
     comm.close()

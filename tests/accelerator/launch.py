@@ -7,7 +7,7 @@ import hashlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -53,11 +53,6 @@ def models(out: Path) -> dict[str, str]:
     return {path.parent.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in found}
 
 
-def on_cpu(folder: Path, names: list[str]) -> dict[str, str]:
-    """Train cases on the plain path of a CPU; return their models."""
-    return train_cases(folder / "cpu", names, [sys.executable], device="cpu")
-
-
 def train_cases(
     folder: Path,
     names: list[str],
@@ -65,11 +60,12 @@ def train_cases(
     comm: str = "auto",
     sums: str = "auto",
     device: str = "pretend",
+    options: Sequence[str] = (),
     **variables: str,
 ) -> dict[str, str]:
     """Train cases under a launcher; return their models."""
-    folder.mkdir()
-    command = [*launcher, "-m", "tests.accelerator.cases", str(folder), comm, device, sums, *names]
+    folder.mkdir(exist_ok=True)
+    command = [*launcher, "-m", "tests.accelerator.cases", str(folder), comm, device, sums, *names, *options]
     done = call(command, folder, **variables)
     assert done.returncode == 0, done.stderr[-3000:]
     found = models(folder)

@@ -1,12 +1,19 @@
-"""Train with a fault put into `fedmpi/device.py`: `python -m tests.accelerator.mutants NAME train ...`.
+"""Train with a fault put into `fedmpi/device.py`: `python -m tests.accelerator.mutants train ...`.
 
-Each is a mistake in the order of copies or in seeding that goes unnoticed on a CPU, and on a GPU most of the time.
+Each is a mistake in the order of copies or in seeding that goes unnoticed on a CPU, and on a GPU most of the time. Each
+run is a fork of a process that has the device, in a folder by its number.
 """
 
 from __future__ import annotations
 
+import importlib.machinery
 import importlib.util
+import os
 import sys
+import traceback
+from pathlib import Path
+
+from tests.accelerator import run
 
 MUTANTS = {
     "none": ("", ""),
@@ -18,25 +25,38 @@ MUTANTS = {
 }
 
 
-def main() -> int:
-    """Put the fault in, then run fedmpi."""
-    name = sys.argv.pop(1)
-    before, after = MUTANTS[name]
-    spec = importlib.util.find_spec("fedmpi.device")
-    assert spec is not None and spec.origin is not None
-    with open(spec.origin, encoding="utf-8") as file:
-        source = file.read()
-    assert not before or source.count(before) == 1, f"{name}: the line is not there any more"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["fedmpi.device"] = module
-    import fedmpi
+def fork(number: int, source: str, path: str) -> None:
+    """Run fedmpi with this source of `fedmpi/device.py`, in a process and a folder of its own."""
+    os.mkdir(str(number))
+    if pid := os.fork():
+        os.waitpid(pid, 0)
+        return
+    try:
+        os.chdir(str(number))
+        module = importlib.util.module_from_spec(importlib.machinery.ModuleSpec("fedmpi.device", None, origin=path))
+        sys.modules["fedmpi.device"] = module
+        import fedmpi
 
-    fedmpi.device = module  # type: ignore[attr-defined]
-    exec(compile(source.replace(before, after) if before else source, spec.origin, "exec"), module.__dict__)
-    from tests.accelerator.run import main as run
+        fedmpi.device = module  # type: ignore[attr-defined]
+        exec(compile(source, path, "exec"), module.__dict__)
+        run.main()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
-    return run()
+
+def main() -> None:
+    """Run fedmpi with each fault."""
+    path = Path(__file__).parents[2] / "fedmpi/device.py"
+    source = path.read_text(encoding="utf-8")
+    for name, (before, _) in MUTANTS.items():
+        assert not before or source.count(before) == 1, f"{name}: the line is not there any more"
+    for number, (before, after) in enumerate(MUTANTS.values()):
+        fork(number, source.replace(before, after) if before else source, str(path))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -10,14 +10,16 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.accelerator.cases import CASES
-from tests.accelerator.launch import TORCHRUN, call, fedmpi, models, need_device, on_cpu, train_cases
+from tests.accelerator.launch import TORCHRUN, call, fedmpi, models, need_device, once, train_cases
 
 pytestmark = [pytest.mark.accelerator, pytest.mark.processes]
 
 NAMES = list(CASES)
-WITH_THE_RANK = {"together", "mapped"}  # which clients are stacked depends on the rank that has them
+ALIKE = [
+    name for name in NAMES if name not in ("together", "mapped")
+]  # there the rank decides who is stacked with whom
 SOME = ["scaffold", "fedmeta-uga", "dropout", "batchnorm", "sand"]
-RUN = "--data glyphs --clients 6 --cohort 4 --local.steps 2 --threads 1 --log_to none --eval.samples 100".split()
+RUN = "--data glyphs --clients 6 --cohort 4 --local.steps 2 --threads 1 --log_to none --eval.samples 50".split()
 
 
 @pytest.fixture(autouse=True)
@@ -25,38 +27,55 @@ def device_present() -> None:
     need_device()
 
 
+@pytest.fixture(scope="module")
+def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The models of all cases on the plain path of a CPU."""
+    need_device()
+
+    def train(folder: Path) -> str:
+        return json.dumps(train_cases(folder, NAMES, [sys.executable], device="cpu"))
+
+    found: dict[str, str] = json.loads(once(tmp_path_factory, "on-cpu", train))
+    return found
+
+
+def of(names: list[str], models: dict[str, str]) -> dict[str, str]:
+    """Return the models of these cases."""
+    return {name: models[name] for name in names}
+
+
 @pytest.mark.parametrize("names", [NAMES[:14], NAMES[14:]], ids=["algorithms", "others"])
-def test_one_rank_and_two_that_share_a_device_have_the_bits_of_a_cpu(names: list[str], tmp_path: Path) -> None:
-    plain = on_cpu(tmp_path, names)
-    assert train_cases(tmp_path / "one", names, [sys.executable]) == plain
-    alike = [name for name in names if name not in WITH_THE_RANK]
-    found = train_cases(tmp_path / "two", alike, [*TORCHRUN, "2"])
-    assert found == {name: plain[name] for name in alike}
+def test_one_rank_has_the_bits_of_a_cpu(names: list[str], on_cpu: dict[str, str], tmp_path: Path) -> None:
+    assert train_cases(tmp_path / "one", names, [sys.executable]) == of(names, on_cpu)
 
 
-def test_four_ranks_share_two_devices(tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", [ALIKE[:14], ALIKE[14:]], ids=["algorithms", "others"])
+def test_two_ranks_that_share_a_device_have_the_bits_of_a_cpu(
+    names: list[str], on_cpu: dict[str, str], tmp_path: Path
+) -> None:
+    assert train_cases(tmp_path / "two", names, [*TORCHRUN, "2"]) == of(names, on_cpu)
+
+
+def test_four_ranks_share_two_devices(on_cpu: dict[str, str], tmp_path: Path) -> None:
     found = train_cases(tmp_path / "four", SOME[:2], [*TORCHRUN, "4"], PRETEND_DEVICES="2")
-    assert found == on_cpu(tmp_path, SOME[:2])
+    assert found == of(SOME[:2], on_cpu)
 
 
-def test_ranks_of_mpi_seed_their_own_device(mpiexec: list[str], tmp_path: Path) -> None:
+def test_ranks_of_mpi_seed_their_own_device(mpiexec: list[str], on_cpu: dict[str, str], tmp_path: Path) -> None:
     launcher = [*mpiexec, "-n", "2", sys.executable, "-m", "mpi4py"]
     found = train_cases(tmp_path / "mpi", SOME, launcher, "mpi", PRETEND_DEVICES="2")
-    assert found == on_cpu(tmp_path, SOME)
+    assert found == of(SOME, on_cpu)
 
 
-def test_sums_on_the_devices_have_the_same_bits(tmp_path: Path) -> None:
+def test_sums_on_the_devices_have_the_same_bits(on_cpu: dict[str, str], tmp_path: Path) -> None:
     found = train_cases(tmp_path / "nccl", SOME, [*TORCHRUN, "2"], "auto", "device", PRETEND_DEVICES="2")
-    assert found == on_cpu(tmp_path, SOME)
+    assert found == of(SOME, on_cpu)
 
 
-@pytest.mark.parametrize("model", ["cnn", "tests.accelerator.cases:batch_norm"])
-def test_recorded_steps_have_the_same_bits(model: str, tmp_path: Path) -> None:
-    for out, graphs in (("a", "false"), ("b", "true")):
-        given = [*RUN, "--rounds", "2", "--model", model, "--step.graphs", graphs, "--out", out]
-        done = fedmpi(tmp_path, "train", *given)
-        assert done.returncode == 0, done.stderr
-    assert models(tmp_path)["a"] == models(tmp_path)["b"]
+def test_recorded_steps_have_the_same_bits(on_cpu: dict[str, str], tmp_path: Path) -> None:
+    names = ["fedavg", "dropout", "batchnorm"]
+    found = train_cases(tmp_path / "graphs", names, [sys.executable], options=["--step.graphs=true"])
+    assert found == of(names, on_cpu)
 
 
 RESUMED = {
@@ -73,12 +92,8 @@ def test_resumes_on_other_ranks_and_with_sums_elsewhere(name: str, tmp_path: Pat
     options, legs = RESUMED[name]
     given = [*RUN, *options.split(), "--device", "pretend", "--checkpoint.every", "1", "--resume", "force"]
     for number, (ranks, sums) in enumerate(legs, 1):
-        done = fedmpi(
-            tmp_path,
-            *("train", *given, "--sums", sums, "--rounds", str(number), "--out", "a"),
-            ranks=ranks,
-            PRETEND_DEVICES="3",
-        )
+        more = ["--ranks", str(ranks), "--sums", sums, "--rounds", str(number), "--out", "a"]
+        done = fedmpi(tmp_path, "train", *given, *more, PRETEND_DEVICES="3")
         assert done.returncode == 0, done.stderr
         assert number == 1 or f"resuming after round {number - 1}" in done.stdout + done.stderr
         saved = sorted((tmp_path / "a" / "checkpoints" / f"round-{number}").glob("*.safetensors"))
@@ -139,8 +154,8 @@ def test_mpi_cannot_sum_on_devices(tmp_path: Path) -> None:
 
 
 def test_the_folder_records_the_device_and_the_log_shows_who_shares_it(tmp_path: Path) -> None:
-    given = [*RUN, "--rounds", "1", "--device", "pretend", "--out", "a"]
-    done = fedmpi(tmp_path, "train", *given, ranks=2)
+    given = [*RUN, "--rounds", "1", "--device", "pretend", "--ranks", "2", "--out", "a"]
+    done = fedmpi(tmp_path, "train", *given)
     assert done.returncode == 0, done.stderr
     assert "2 ranks share 1 pretend device" in done.stdout + done.stderr
     about = json.loads((tmp_path / "a" / "environment.json").read_text())
