@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
+from fedmpi import device
+from fedmpi.comm.env import find_place
 from fedmpi.device import (
     CPU,
     ask_driver,
     choose,
     describe,
+    device_of,
     identity,
     mps_runs,
     out_of_memory,
@@ -40,6 +44,31 @@ from fedmpi.errors import UserError
 )
 def test_ranks_of_a_node_take_the_accelerators_in_turn(want: str, kind: str, devices: int, device: str) -> None:
     assert choose(3, want, kind, devices) == device
+
+
+SRUN = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "8"}
+SRUN |= {"SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_NODEID": "1"}
+
+
+@pytest.mark.parametrize(
+    ("visible", "devices"),
+    [
+        ("0,1,2,3", [0, 1, 2, 3]),  # srun --gpus-per-node=4: all tasks see all of them
+        ("0,1", [0, 1, 0, 1]),
+        ("own", [0, 0, 0, 0]),  # srun --gpus-per-task=1: each sees its own, as number 0
+    ],
+)
+def test_tasks_of_srun_take_a_device_each(visible: str, devices: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their number on the node, not in the job: these are ranks 4 to 7, on the second node."""
+    monkeypatch.setattr(device, "accelerator", lambda: "cuda")
+    monkeypatch.setattr(device, "count", lambda: len(os.environ["CUDA_VISIBLE_DEVICES"].split(",")))
+    for local, number in enumerate(devices):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", str(local) if visible == "own" else visible)
+        place = find_place(SRUN | {"SLURM_PROCID": str(4 + local), "SLURM_LOCALID": str(local)})
+        assert (place.launcher, place.rank, place.local_rank) == ("srun", 4 + local, local)
+        assert (
+            device_of(place.local_rank, "auto") == device_of(place.local_rank, "cuda") == torch.device("cuda", number)
+        )
 
 
 @pytest.mark.parametrize(

@@ -131,8 +131,13 @@ def split_launch(arguments: list[str]) -> tuple[Launch, list[str]]:
             own += itertools.islice(words, 1)
     if not own:
         return Launch(), rest
+    joined: list[str] = []
     words = iter(own)
-    joined = [word if "=" in word else f"{word}={next(words, '')}" for word in words]
+    for word in words:
+        name, _, value = (word if "=" in word else f"{word}={next(words, '')}").partition("=")
+        if not value or value.startswith("--"):
+            raise UserError(f"{name} needs a value")
+        joined.append(f"{name}={value}")
     numbers = [word for word in joined if word != "--ranks=auto"]
     launch = read_options(Launch, numbers, "train", "")
     if len(numbers) < len(joined) or launch.ranks_per_gpu is not None:

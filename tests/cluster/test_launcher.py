@@ -46,7 +46,10 @@ def test_the_options_of_the_launcher_are_taken_out_of_a_command_line() -> None:
         ("--ranks 0", "--ranks is 0; it must be"),
         ("--ranks 2 --max_restarts -1", "--max_restarts is -1; it must be"),
         ("--max_restarts 1", "--ranks is 1; give --ranks 2 or more"),
-        ("--ranks", "--ranks"),
+        ("--ranks", "--ranks needs a value"),
+        ("--ranks_per_gpu --out x", "--ranks_per_gpu needs a value"),
+        ("--max_restarts --ranks 2", "--max_restarts needs a value"),
+        ("--ranks= --out x", "--ranks needs a value"),
     ],
 )
 def test_a_wrong_option_of_the_launcher_is_a_one_line_error(
