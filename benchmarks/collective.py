@@ -2,6 +2,7 @@
 
     python benchmarks/collective.py                       # gloo and MPI, 2 and 4 ranks, 11.2 million parameters
     python benchmarks/collective.py --ranks 2 --transport gloo --json
+    python benchmarks/collective.py --device cuda         # over NCCL, with sums on the devices: a GPU for each rank
 
 Measured is what a round does between local training and the next model, by the code that does it: from every rank's
 sums to the new model on every rank (exchange of sums and votes, mask, statistics, server step, gather).
@@ -26,14 +27,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from kit import device as a_device
 from kit import median, positive, quartiles
 
 from fedmpi.aggregate.compress import nothing_unsent
 from fedmpi.aggregate.sums import Sums, Totals
 from fedmpi.algorithms import Algorithm
+from fedmpi.clients.task import ALIGNED
 from fedmpi.cohort import Cohort
 from fedmpi.comm import Comm, connect, share_node
 from fedmpi.comm.env import find_place
+from fedmpi.device import CPU, device_of, set_up, synchronise
 from fedmpi.flat import Layout
 from fedmpi.local import sgd
 from fedmpi.masks import MASKS, make_mask
@@ -59,53 +63,68 @@ def plain_all_reduce(comm: Comm, x: torch.Tensor) -> Callable[[], object]:
     return lambda: dist.all_reduce(x)
 
 
-def slowest(comm: Comm, work: Callable[[], object]) -> float:
+def slowest(comm: Comm, work: Callable[[], object], device: torch.device = CPU) -> float:
     """Seconds that the slowest rank took."""
+    synchronise(device)
     comm.barrier()
     started = time.perf_counter()
     work()
+    synchronise(device)
     times = torch.zeros(comm.size, dtype=torch.float64)
     times[comm.rank] = time.perf_counter() - started
     comm.sum(times)
     return float(times.max())
 
 
-def masked(comm: Comm, params: int, how: str, clients: int, mask: str, wire: str = "float32") -> Callable[[], object]:
+def masked(
+    comm: Comm, params: int, how: str, clients: int, mask: str, wire: str = "float32", device: torch.device = CPU
+) -> Callable[[], object]:
     """Return one masked aggregation over sums that are already filled."""
-    layout = Layout((), params, params, ())
+    layout = Layout((), params, params, (), 1 if device == CPU else ALIGNED)
     length = layout.padded(comm.size)
     algorithm = Algorithm(sgd(0.01), make_mask(mask, 0.4), make_server("sgd", ServerKnobs()))
-    model_N = comm.vector(length // comm.size)
+    model_N = comm.vector(length // comm.size, device)
     everybody = clients * comm.size
     rule = algorithm.local
-    sums = Sums(comm, layout, rule, cohort=everybody, clients=everybody, kind=how, wire=wire, model_N=model_N)
+    sums = Sums(
+        comm,
+        layout,
+        rule,
+        cohort=everybody,
+        clients=everybody,
+        kind=how,
+        wire=wire,
+        device=device,
+        model_N=model_N,
+    )
     cids, ranks = tuple(range(everybody)), tuple(cid % comm.size for cid in range(everybody))
     cohort, no_ints = Cohort(cids, (600,) * everybody, ranks), torch.zeros(0, dtype=torch.int64)
     sums.reset(cohort, 1, no_ints)
     rng = torch.Generator().manual_seed(comm.rank)
     for _ in range(clients):
-        sums.deltas.add(torch.randn(length, generator=rng) * 1e-3, 600)
+        sums.deltas.add((torch.randn(length, generator=rng) * 1e-3).to(device), 600)
     unsent = nothing_unsent(model_N, length // comm.size) if wire == "bf16" else {}
     state = State(0, model_N, no_ints, {}, unsent=unsent)
     totals = Totals(cohort.total, 0.0, cids, (), no_ints)
     return lambda: move_model(state, algorithm, totals, sums)
 
 
-def measure(comm: Comm, params: int, turns: int, mask: str) -> list[dict[str, object]]:
+def measure(comm: Comm, params: int, turns: int, mask: str, device: torch.device) -> list[dict[str, object]]:
     """The rows of one transport on one number of ranks."""
-    plain = plain_all_reduce(comm, torch.zeros(params))
+    plain = plain_all_reduce(comm, torch.zeros(params, device=device))
+    torchs = torch.distributed.get_default_backend_for_device(device)
     rows = []
     for case, (how, clients, wire) in CASES.items():
         if wire == "bf16" and comm.node is not None:
             continue  # what is shared is not rounded
-        work = masked(comm, params, how, clients, mask, wire)
+        work = masked(comm, params, how, clients, mask, wire, device)
         for warm_up in (plain, work):
-            slowest(comm, warm_up)
-        pairs = [(slowest(comm, plain), slowest(comm, work)) for _ in range(turns)]
+            slowest(comm, warm_up, device)
+        pairs = [(slowest(comm, plain, device), slowest(comm, work, device)) for _ in range(turns)]
         ratios = sorted(mine / theirs for theirs, mine in pairs)
         rows.append(
             {
-                "transport": "mpi" if comm.name == "mpi" else "gloo",
+                "transport": "mpi" if comm.name == "mpi" else torchs,
                 "ranks": comm.size,
                 "sum": how,
                 "case": case,
@@ -121,21 +140,25 @@ def measure(comm: Comm, params: int, turns: int, mask: str) -> list[dict[str, ob
     return rows
 
 
-def work(params: str, turns: str, send: str, mask: str) -> None:
+def work(params: str, turns: str, send: str, mask: str, wanted: str) -> None:
     """What each rank does; rank 0 prints its rows."""
     torch.set_num_threads(1)
     place = find_place(os.environ)
-    comm = connect("auto", place, torch.device("cpu"), 300.0, os.environ)
-    if not int(send):
+    device = device_of(place.local_rank, wanted)
+    set_up(device, deterministic=True)
+    comm = connect("auto", place, device, 300.0, os.environ)
+    if device == CPU and not int(send):
         share_node(comm)
-    rows = measure(comm, int(params), int(turns), mask)
+    rows = measure(comm, int(params), int(turns), mask, device)
     if comm.rank == 0:
         for row in rows:
             print(json.dumps(row), flush=True)
     comm.close()
 
 
-def launch(transport: str, ranks: int, params: int, turns: int, send: bool, mask: str) -> list[dict[str, object]]:
+def launch(
+    transport: str, ranks: int, params: int, turns: int, send: bool, mask: str, device: str = "cpu"
+) -> list[dict[str, object]]:
     """Run the ranks under their own launcher and collect rank 0's rows."""
     bin_folder = Path(sys.executable).parent
     torchrun = [str(bin_folder / "torchrun"), "--standalone", f"--nproc-per-node={ranks}"]
@@ -145,14 +168,8 @@ def launch(transport: str, ranks: int, params: int, turns: int, send: bool, mask
         str(ranks),
         sys.executable,
     ]
-    command = (torchrun if transport == "gloo" else mpiexec) + [
-        __file__,
-        "--rank",
-        str(params),
-        str(turns),
-        str(int(send)),
-        mask,
-    ]
+    given = map(str, [params, turns, int(send), mask, device])
+    command = [*(mpiexec if transport == "mpi" else torchrun), __file__, "--rank", *given]
     done = subprocess.run(
         command, stdout=subprocess.PIPE, text=True, timeout=900, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
@@ -161,21 +178,25 @@ def launch(transport: str, ranks: int, params: int, turns: int, send: bool, mask
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--transport", nargs="+", choices=("gloo", "mpi"), default=["gloo", "mpi"])
+    parser.add_argument("--transport", nargs="+", choices=("gloo", "mpi"), help="gloo and MPI, if the device is cpu")
     parser.add_argument("--ranks", nargs="+", type=positive, default=[2, 4])
     parser.add_argument("--parameters", type=positive, default=11_200_000)
     parser.add_argument("--turns", type=positive, default=31, help="measurements per case; the median is printed")
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     parser.add_argument("--send", action="store_true", help="send between the ranks, although they are on one node")
     parser.add_argument("--mask", choices=MASKS, default="gma", help="sand sends the squares of the deltas too")
-    parser.add_argument("--rank", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--device", type=a_device, default="cpu", help="as of 'fedmpi train'")
+    parser.add_argument("--rank", nargs=5, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
         work(*options.rank)
         return
-    for transport in options.transport:
+    if options.transport and options.device != "cpu":
+        parser.error(f"--transport is for the cpu; with --device {options.device} it is the device's own")
+    given = (options.parameters, options.turns, options.send, options.mask, options.device)
+    for transport in options.transport or (["gloo", "mpi"] if options.device == "cpu" else ["torch"]):
         for ranks in options.ranks:
-            for row in launch(transport, ranks, options.parameters, options.turns, options.send, options.mask):
+            for row in launch(transport, ranks, *given):
                 show = (
                     "{transport:5} {ranks} ranks  {case:27} ratio {ratio:5.2f}  quartiles {ratio_quartiles}"
                     "  {masked_ms} ms to {all_reduce_ms} ms"

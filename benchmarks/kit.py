@@ -25,6 +25,17 @@ def above_zero(word: str) -> float:
     return value
 
 
+def device(word: str) -> str:
+    """A device of this machine, as 'fedmpi train' has it; 'cpu' where 'auto' finds no other."""
+    from fedmpi.device import device_of
+    from fedmpi.errors import UserError
+
+    try:
+        return "cpu" if device_of(0, word).type == "cpu" else word
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def median(values: Sequence[float], digits: int = 3) -> float:
     """Rounded."""
     return round(statistics.median(values), digits)

@@ -4,6 +4,7 @@
     python benchmarks/round.py --job resnet18             # ResNet-18 with GroupNorm, 2 steps a client
     python benchmarks/round.py --peer /venv/bin/python    # and pfl-research, installed for that Python
     python benchmarks/round.py --profile                  # where a round's time goes, in percent
+    python benchmarks/round.py --device cuda              # ranks on the GPUs, in turn; their sums on the host
 
 The jobs: `lenet` is 100 clients with 600 images of Fashion-MNIST each, 10 of them a round, one epoch in batches of 32.
 `resnet18` has 11.2 million parameters, takes 2 steps a client on batches of 32 made-up images of 3x32x32, 10 clients a
@@ -34,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from kit import median, positive, quartiles
+from kit import device, median, positive, quartiles
 
 HERE = Path(__file__).resolve().parent
 RANKS = 2
@@ -110,12 +111,13 @@ def start(name: str, python: str, script: str, arguments: tuple[str, ...], job: 
     return Program(name, ranks, log)
 
 
-def write_job(name: str, folder: Path) -> str:
+def write_job(name: str, folder: Path, device: str) -> str:
     """Write the job's settings and samples; returns what the data are."""
     from fedmpi.data import Arrays, load
     from fedmpi.errors import UserError
 
     settings: dict[str, object] = {"model": name, "clients": 100, "cohort": 10, "batch": 32, "momentum": 0.9}
+    settings["device"] = device
     if name == "resnet18":
         rng = np.random.default_rng(0)
         x, y = rng.integers(0, 256, (6400, 3, 32, 32), dtype=np.uint8), rng.integers(0, 10, 6400)
@@ -143,7 +145,7 @@ def write_job(name: str, folder: Path) -> str:
 
 def measure(options: argparse.Namespace, folder: Path) -> None:
     """Run all programs in turn and print their rows."""
-    said = write_job(options.job, folder)
+    said = write_job(options.job, folder, options.device)
     extra = {"FEDMPI_PROFILE": "1"} if options.profile else {}
     with ExitStack() as stack:
         programs = [start("plain loop", sys.executable, "plain_round.py", (), folder)]
@@ -172,6 +174,7 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
 def row_of(program: Program, programs: list[Program], options: argparse.Namespace, said: str) -> dict[str, object]:
     """Return a program's time, and its speed relative to the programs other than fedmpi."""
     row: dict[str, object] = {"job": options.job, "program": program.name, "data": said, "ranks": RANKS}
+    row["device"] = options.device
     row |= {"turns": options.turns, "rounds": options.rounds, "seconds_a_round": median(program.times)}
     row["cpu_seconds_a_round"] = median(program.cpu)
     for other in programs:
@@ -223,6 +226,9 @@ def main() -> None:
     parser.add_argument("--peer", type=python, metavar="PYTHON", help="a Python that has pfl, to run the job too")
     parser.add_argument("--turns", type=positive, help="blocks a program (9; resnet18: 5)")
     parser.add_argument("--rounds", type=positive, help="rounds a block (2; resnet18: 1)")
+    parser.add_argument(
+        "--device", type=device, default="cpu", help="as of 'fedmpi train'; of pfl-research its own choice"
+    )
     parser.add_argument("--profile", action="store_true", help="where the time goes, of the first variant")
     parser.add_argument("--fedmpi", nargs=argparse.REMAINDER, default=[], help="last: more options of 'fedmpi train'")
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")

@@ -2,6 +2,7 @@
 
     python benchmarks/step.py                                         # all models, one thread, batches of 32
     python benchmarks/step.py --models lenet --paths channels_last compiled --json
+    python benchmarks/step.py --device cuda                           # both on the GPU, with repeatable kernels
 
 The plain loop is what one writes first: load the global weights, torch.optim.SGD with momentum, autograd, weights in
 the usual layout, then the difference. Each path does the same work by fedmpi's code: a job, its rule, its delta.
@@ -14,8 +15,9 @@ the usual layout, then the difference. Each path does the same work by fedmpi's 
     together                     2, 5 and 10 clients at once as one stacked model, a client's share of the time
 
 All paths take turns; each turn gives a ratio, and the median and the quartiles over the turns are printed. With one
-thread, which is the default, the processor's time is measured, so that others on the machine disturb less. A path that
-is not for a model says why. `*` marks what the model's row has as its default.
+thread, which is the default, the processor's time is measured, so that others on the machine disturb less; with a GPU
+it is the time until that has finished, and fedmpi's includes the copy of the update to the host. A path that is not for
+a model says why. `*` marks what the model's row has as its default.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
-from kit import above_zero, median, positive, quartiles
+from kit import above_zero, device, median, positive, quartiles
 from torch import nn
 
 from fedmpi.clients.execution import PLAIN, Mode, try_mode
@@ -38,6 +40,7 @@ from fedmpi.clients.together import Together
 from fedmpi.clients.training import Start
 from fedmpi.cohort import Work
 from fedmpi.data import Arrays, Partition
+from fedmpi.device import CPU, device_of, set_up, synchronise
 from fedmpi.errors import UserError
 from fedmpi.local import sgd
 from fedmpi.models import MODELS, make_model
@@ -46,7 +49,6 @@ LR, MOMENTUM, BATCH, CLIENTS = 0.01, 0.9, 32, 10
 PATHS = ("contiguous", "channels_last", "bf16", "compiled", "together")
 LARGE = 0.2  # seconds a plain step: such a model fills the machine alone, so no more than 2 of it are stacked
 SLOW = 4  # times the plain step, at the first try: then that one has to do
-CPU = torch.device("cpu")
 
 Client = Callable[[], object]
 """trains one client, or as many as there are at once"""
@@ -60,6 +62,7 @@ class Case:
     steps: int
     arrays: Arrays
     partition: Partition
+    device: torch.device
 
     def model(self) -> nn.Module:
         torch.manual_seed(0)
@@ -67,17 +70,17 @@ class Case:
 
     def task(self, channels_last: bool, mode: Mode = PLAIN, together: int = 1) -> Task:
         """The case by a path; a `UserError` where it is not for the model."""
-        given = (self.model(), self.arrays, self.partition, 0, CPU, 1, channels_last)
+        given = (self.model(), self.arrays, self.partition, 0, self.device, 1, channels_last)
         if together > 1:
-            stack = Together(*given, clients=together)
+            stack = Together(*given, clients=together, sums_device=CPU)
             stack.check(self.name, next(stack.feed.test([torch.arange(2)])))
             return stack
-        task = Task(*given, mode=mode)
+        task = Task(*given, mode=mode, sums_device=CPU)
         try_mode(task, self.name, next(task.feed.test([torch.arange(2)])), BATCH)
         return task
 
 
-def make_case(name: str) -> Case:
+def make_case(name: str, device: torch.device) -> Case:
     """Grey images of 28x28, colour images of 32x32, or lines of 80 characters, for ten clients."""
     steps = 1 if name.startswith("resnet") else 5 if name == "gru" else 20
     count, rng = CLIENTS * steps * BATCH, torch.Generator().manual_seed(1)
@@ -90,7 +93,7 @@ def make_case(name: str) -> Case:
         x = torch.randint(0, 256, (count, *shape), generator=rng, dtype=torch.uint8)
         y = torch.randint(0, 10, (count,), generator=rng)
         arrays = Arrays("images", 10, x, y, x[:2], y[:2], (0.5,) * shape[0], (0.25,) * shape[0])
-    return Case(name, steps, arrays, Partition(np.arange(CLIENTS + 1) * steps * BATCH, np.arange(count)))
+    return Case(name, steps, arrays, Partition(np.arange(CLIENTS + 1) * steps * BATCH, np.arange(count)), device)
 
 
 def plain_lenet(dropout: float) -> nn.Module:
@@ -103,9 +106,11 @@ def plain_lenet(dropout: float) -> nn.Module:
 def plain_loop(case: Case) -> Client:
     """A client by hand."""
     arrays, client = case.arrays, case.partition.of(0)
-    model = plain_lenet(0.5 * (case.name == "cnn")) if case.name in ("lenet", "cnn") else case.model()
+    model = (plain_lenet(0.5 * (case.name == "cnn")) if case.name in ("lenet", "cnn") else case.model()).to(case.device)
     images, shape = arrays.mean != (), (1, -1, 1, 1)
-    mean, std = (255 * torch.tensor(v).view(shape) if images else None for v in (arrays.mean, arrays.std))
+    all_x, all_y = arrays.x.to(case.device), arrays.y.to(case.device)
+    scales = (arrays.mean, arrays.std)
+    mean, std = (255 * torch.tensor(v, device=case.device).view(shape) if images else None for v in scales)
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     rng = np.random.default_rng(0)
 
@@ -113,9 +118,9 @@ def plain_loop(case: Case) -> Client:
         model.load_state_dict(start)
         model.train()
         optimizer = torch.optim.SGD(model.parameters(), LR, MOMENTUM)
-        order = torch.from_numpy(client[rng.permutation(len(client))])
+        order = torch.from_numpy(client[rng.permutation(len(client))]).to(case.device)
         for samples in torch.split(order, BATCH):
-            x, y = arrays.x[samples], arrays.y[samples]
+            x, y = all_x[samples], all_y[samples]
             x = (x.float() - mean) / std if mean is not None and std is not None else x.long()
             optimizer.zero_grad()
             torch.autograd.backward(F.cross_entropy(model(x), y))
@@ -129,6 +134,7 @@ def by_fedmpi(case: Case, task: Task, clients: int = 1) -> Client:
     """Clients by fedmpi's code."""
     rule, work = sgd(LR, MOMENTUM), Work(batch=BATCH)
     start_N, ints = task.start()
+    start_N = start_N.to(case.device)
 
     def train(seat: Task, cid: int) -> object:
         job = seat.job(Start(start_N, ints, 1, cid, work))
@@ -167,21 +173,25 @@ def make_paths(
     return paths, refused
 
 
-def measure(name: str, wanted: list[str] | None, seconds: float) -> list[dict[str, object]]:
+def measure(name: str, wanted: list[str] | None, seconds: float, device: torch.device) -> list[dict[str, object]]:
     """The rows of one model."""
-    case = make_case(name)
+    case = make_case(name, device)
     plain, began = plain_loop(case), time.perf_counter()
     plain()
+    synchronise(device)
     large = (time.perf_counter() - began) / case.steps > LARGE
     usual = [path for path in PATHS if path != "compiled" and not (large and path == "bf16")]
     paths, refused = make_paths(case, wanted or usual, [2] if large else [2, 5, 10])
     runs = {"plain": (plain, case.steps)} | paths
-    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    alone = torch.get_num_threads() == 1 and device == CPU
+    clock = time.process_time if alone else time.perf_counter
 
     def a_step(path: str) -> float:
         run, steps = runs[path]
+        synchronise(device)
         started = clock()
         run()
+        synchronise(device)
         return (clock() - started) / steps
 
     first = {path: a_step(path) for path in runs}  # to warm up
@@ -225,11 +235,14 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=above_zero, default=8.0, help="to measure a model for, in 3 turns or more")
     parser.add_argument("--threads", type=positive, default=1)
+    parser.add_argument("--device", type=device, default="cpu", help="as of 'fedmpi train'")
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     options = parser.parse_args()
+    place = device_of(0, options.device)
+    set_up(place, deterministic=True)
     torch.set_num_threads(options.threads)
     for name in options.models:
-        for row in measure(name, options.paths, options.seconds):
+        for row in measure(name, options.paths, options.seconds, place):
             print(json.dumps(row) if options.json else show(row), flush=True)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 
 def job() -> SimpleNamespace:
-    """model, clients, cohort, batch, steps, epochs, lr, momentum, mean, std; and the folder."""
+    """model, clients, cohort, batch, steps, epochs, lr, momentum, mean, std, device; and the folder."""
     folder = Path(os.environ["FEDMPI_JOB"])
     return SimpleNamespace(folder=folder, **json.loads((folder / "job.json").read_text()))
 
@@ -55,12 +55,16 @@ def gate() -> Iterator[Callable[..., None]]:
 
     The yielded function takes further numbers to print with the block.
     """
+    on_device = job().device != "cpu" and torch.accelerator.is_available()
+    wait: Callable[[], None] = torch.accelerator.synchronize if on_device else lambda: None
     print("ready", flush=True)
     for line in sys.stdin:
         more: dict[str, object] = {}
+        wait()
         started, busy = time.perf_counter(), time.process_time()
         for _ in range(int(line)):
             yield more.update
+        wait()
         times = {"seconds": time.perf_counter() - started, "cpu": time.process_time() - busy}
         print("took", json.dumps(times | more), flush=True)
 

@@ -100,7 +100,7 @@ def main() -> int:
     words += ["--clients", of.clients, "--cohort", of.cohort, "--local.batch", of.batch, "--local.lr", of.lr]
     words += ["--local.momentum", of.momentum, *(["--local.steps", of.steps] if of.steps else ["--local.epochs", 1])]
     words += ["--rounds", 10**6, "--eval.every", 10**6, "--checkpoint.keep", 0, "--threads", 1, "--log_to", "none"]
-    words += ["--out", of.folder / f"{how}-{mask}"]
+    words += ["--device", of.device, "--out", of.folder / f"{how}-{mask}"]
     return command([*map(str, words), *sys.argv[3:]])
 
 
