@@ -25,7 +25,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -91,10 +90,6 @@ def check_wire(kind: str, wire: str) -> None:
         )
 
 
-Memory = list[tuple[Tensor, ...]]
-"""The memory of sums, votes and squares, cut into parts that follow each other."""
-
-
 class Accumulator:
     """This rank's sums of one vector per client over a round, a row per rank. Made once, reset every round. A vector is
     added to all rows at once if they are one tensor: the number of kernels does not grow with that of ranks. `squares`
@@ -121,7 +116,8 @@ class Accumulator:
         self.votes = comm.rows(slice_length, torch.int8 if cohort <= 127 else torch.int32, device) if votes else None
         self.squares = comm.rows(slice_length, number, device) if squares else None
         self.travels = len(self.sums.shared or ()) < comm.size - 1  # whether any row is sent rather than shared
-        self.by_row: Memory = list(zip(*(rows.mine for rows in self.rows), strict=True))
+        # What a vector is added to, part by part: sums, votes and squares.
+        self.by_row = list(zip(*(rows.mine for rows in self.rows), strict=True))
         blocks = [rows.block.view(-1) for rows in self.rows if rows.block is not None]
         self.memory = [tuple(blocks)] if len(blocks) == len(self.rows) else self.by_row
         self.reset(total=1)
@@ -135,8 +131,9 @@ class Accumulator:
         """Clear all rows, for a cohort whose weights add up to `total`."""
         if total < 1:
             raise UserError(f"a cohort's weight is {total}; it must be at least 1: give every client a sample")
-        for vector in chain(*self.memory):
-            vector.zero_()
+        for vectors in self.memory:
+            for vector in vectors:
+                vector.zero_()
         self.total, self.weight, self.clients = total, 0, 0
         self.deferred: tuple[Tensor, int] | None = None
 
@@ -169,7 +166,7 @@ class Accumulator:
         if self.deferred is not None:
             self._add(self.by_row, *self.deferred, bucket)
 
-    def _add(self, memory: Memory, x: Tensor, weight: int, bucket: slice | None = None) -> None:
+    def _add(self, memory: list[tuple[Tensor, ...]], x: Tensor, weight: int, bucket: slice | None = None) -> None:
         for number, part in enumerate(torch.split(x, memory[0][0].numel())):
             start, stop = (bucket.start, min(bucket.stop, part.numel())) if bucket else (0, part.numel())
             for tile in tiles(start, stop, tile_size(self.device)):
@@ -284,7 +281,7 @@ class Sums:
     def add(self, update: Update) -> bool:
         """Add a client's update; one that cannot be averaged is left out, with a warning. Return whether it counts. If
         rows travel from a CPU, the rank's last update is left for `fold`: one bucket travels while the next is folded.
-        (A device takes a millisecond for it, and more kernels if it is cut.)"""
+        (On a device, cutting it takes more kernels.)"""
         try:
             self.check(update)
         except Unusable as why:

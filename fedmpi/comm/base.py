@@ -95,12 +95,11 @@ class Comm(ABC):
         shared = self.node.rows(length, dtype) if self.node else None
         away = [r for r in self.others if r not in (shared or ())]
         block = None if shared else torch.zeros(self.size, length, dtype=dtype, device=device)
-        mine: list[Tensor] = []
-        theirs: list[Tensor] = []
-        for r in range(self.size):
-            own, other = (shared or {}).get(r) or (private() if block is None else block[r], None)
-            mine.append(own)
-            theirs.append(own if r == self.rank else private(wire or dtype) if other is None else other)
+        pairs = dict(shared or {})
+        for r in (self.rank, *away):
+            own = private() if block is None else block[r]
+            pairs[r] = own, own if r == self.rank else private(wire or dtype)
+        mine, theirs = ([pairs[r][side] for r in range(self.size)] for side in (0, 1))
         out = {r: private(wire) for r in away} if wire else {}
         return Rows(mine, theirs, None if shared is None else frozenset(shared), block, out)
 

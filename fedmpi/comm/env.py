@@ -152,7 +152,7 @@ def describe(
     """Return the record for environment.json: versions, machine, place, accelerator, job, commit of `folder`."""
     import torch  # here, as few commands that look for a place need it; its own version names the build
 
-    versions = {"fedmpi": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    versions = {"fedmpi": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
     return {
         "versions": versions | {p: _version(p) for p in ("torchvision", "numpy", "mpi4py", "submitit", "safetensors")},
         "platform": platform.platform(),
