@@ -14,7 +14,9 @@ pytestmark = pytest.mark.accelerator
 SET_UP = """
 from tests.accelerator import pretend
 import sys, torch
+from fedmpi.clients.execution import compiled
 from fedmpi.device import set_up
+from fedmpi.runs.run import undisturbed
 
 device, settings = torch.device("pretend:1"), torch.utils.deterministic
 set_up(device, deterministic=False)
@@ -23,7 +25,12 @@ set_up(device, deterministic=True)
 assert torch.get_device_module(device).current_device() == 1 and torch.are_deterministic_algorithms_enabled()
 assert not torch.is_deterministic_algorithms_warn_only_enabled()
 assert not settings.fill_uninitialized_memory, "a kernel per allocation"
+with undisturbed():
+    torch.set_deterministic_debug_mode("warn")
+assert torch.get_deterministic_debug_mode() == 2
 assert "torch._inductor" not in sys.modules, "0.7 s at the start of every rank"
+compiled(torch.nn.Linear(2, 2), "default")
+assert torch._inductor.config.deterministic, "the compiler knows"
 """
 
 CLOCK = """
