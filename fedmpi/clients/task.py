@@ -263,7 +263,8 @@ class Task:
             )
         if end < len(self.grad_T):
             pieces.append(Piece(slice(end, len(self.grad_T)), self.grad_T[end:]))
-        torch._foreach_copy_([self.grads[number] for number in small], [grads[number] for number in small])
+        if small:
+            torch._foreach_copy_([self.grads[number] for number in small], [grads[number] for number in small])
         return loss, pieces
 
     def gradient(self, batch: Batch) -> Tensor:
