@@ -188,8 +188,8 @@ def train_base(millions: int, ranks: int, folder: Path) -> dict[str, float]:
     out = folder / f"run-{millions}"
     words = "train --data glyphs --split iid --clients 8 --cohort 4 --rounds 8 --local.steps 1 --local.batch 8 --quiet"
     words += f" --ranks {ranks} --eval.every 8 --eval.samples 8 --threads 1 --log_to none --out {out}"
-    environ = os.environ | {"PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parent}", "FEDMPI_BASE": str(millions)}
-    command = [sys.executable, "-m", "fedmpi", *words.split(), "--model", "base:make"]
+    environ = os.environ | {"PYTHONPATH": f"{HERE / 'peers'}{os.pathsep}{HERE.parent}", "FEDMPI_BASE": str(millions)}
+    command = [sys.executable, "-m", "fedmpi", *words.split(), "--model", "frozen:make"]
     settled, peaks = 0, dict[int, int]()
     with subprocess.Popen(command, env=environ, cwd=folder) as process:
         while process.poll() is None:
@@ -218,7 +218,7 @@ def descendants(pid: int) -> list[int]:
 def compare_bases(millions: int, ranks: int, as_json: bool) -> None:
     """Print what the frozen base costs."""
     with tempfile.TemporaryDirectory() as folder:
-        alone, whole = (train_base(size, ranks, Path(folder)) for size in (0, millions))
+        alone, whole = (train_base(size, ranks, Path(folder)) for size in (-millions, millions))
     base = 2 * millions * 1e6
     row = {"base_bytes": base, "ranks": ranks, "bytes_sent_alone": alone["bytes_sent"], **whole}
     row |= {f"{name}_for_base": (whole[name] - alone[name]) / base for name in ("node", "rank_peak")}

@@ -1,5 +1,5 @@
 """The model of `memory.py --base`: linear layers of width 4096, frozen in bf16, each with a trained adapter of rank 8.
-FEDMPI_BASE is the number of millions of frozen parameters; 0 leaves the layers out and keeps the adapters of 350."""
+FEDMPI_BASE is the number of millions of frozen parameters; if it is negative, the adapters are there without them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Adapted(nn.Module):
     def __init__(self, pixels: int, classes: int) -> None:
         super().__init__()
         millions = int(os.environ["FEDMPI_BASE"])
-        count = round((millions or 350) * 1e6 / WIDTH**2)
+        count = round(abs(millions) * 1e6 / WIDTH**2)
         self.first, self.last = (nn.Linear(n, m).requires_grad_(False) for n, m in ((pixels, WIDTH), (WIDTH, classes)))
         self.layers = nn.Sequential(*(Layer(millions > 0) for _ in range(count)))
 
