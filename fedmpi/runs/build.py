@@ -25,6 +25,7 @@ from ..algorithms import ALGORITHMS, Algorithm, MetaStep, Row, combine, find_row
 from ..clients.augment import make_augment
 from ..clients.execution import Mode, try_mode
 from ..clients.feed import Pair, make_feed
+from ..clients.still import twin
 from ..clients.task import Task
 from ..clients.together import Together
 from ..cohort import Work, make_share
@@ -310,10 +311,13 @@ def make_task(
         row = spec.model or find_model(name)
         model = make_model(name, row, offers, data.name)
     freeze(model, cfg.local.freeze)
-    layouts = ("contiguous", "channels_last")
-    layout = layouts[row.channels_last] if cfg.step.layout == "auto" else cfg.step.layout
-    cfg = replace(cfg, model=name, step=replace(cfg.step, layout=layout))
     try_model(model, name, data, samples, device)
+    layouts = ("contiguous", "channels_last")
+    layout = cfg.step.layout
+    if layout == "auto":
+        users = given is not None or (":" in name and not name.startswith("torchvision:"))
+        layout = layouts[gains_channels_last(model, samples, device) if users else row.channels_last]
+    cfg = replace(cfg, model=name, step=replace(cfg.step, layout=layout))
     own = private_names(model, cfg.local.private, spec.algorithm.local)
     if own:
         rule = spec.algorithm.local
@@ -353,6 +357,21 @@ def usual_model(data: Data) -> str:
     if data.kind not in USUAL:
         raise UserError(f"'{data.name}' has several tensors per sample, for which there is no model; give --model")
     return USUAL[data.kind]
+
+
+@torch.no_grad()
+def gains_channels_last(model: nn.Module, samples: Pair, device: torch.device) -> bool:
+    """Return whether a model of the user's own runs with channels innermost, and is faster so on a CPU by rule: it has
+    convolutions, and no normalisation by groups, which has no such kernel (benchmarks/step.py)."""
+    kinds = {type(module) for module in model.modules()}
+    if device.type != "cpu" or not kinds & {nn.Conv2d} or kinds & {nn.GroupNorm, nn.InstanceNorm2d}:
+        return False
+    inner: Any = twin(model).eval()
+    try:
+        call(inner.to(memory_format=torch.channels_last), mapped(lambda t: t.to(device), samples[0]))
+    except (Exception, SystemExit):  # a view of what is contiguous no longer
+        return False
+    return True
 
 
 def freeze(model: nn.Module, patterns: str | None) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 
 from .byhand import Network
 
+MOST = 2400  # weights of a convolution, as many as in LeNet's second: torch's own are faster for larger ones
 LAYERS = {nn.Conv2d, nn.MaxPool2d, nn.Linear, nn.ReLU, nn.Dropout, nn.Flatten, nn.Identity}
 RELU: tuple[Any, ...] = (F.relu, torch.relu, torch.relu_, "relu", "relu_")
 POOL: tuple[Any, ...] = (F.max_pool2d, torch.max_pool2d)
@@ -83,7 +84,7 @@ def layer_of(layer: nn.Module) -> Step:
         plain = layer.groups == 1 and layer.stride == layer.dilation == (1, 1) and layer.padding_mode == "zeros"
         square = layer.kernel_size == (kernel, kernel) and kernel % 2 == 1 and layer.bias is not None
         padded = isinstance(layer.padding, tuple) and layer.padding[0] == layer.padding[-1]
-        return ("conv" if plain and square and padded else "other"), layer
+        return ("conv" if plain and square and padded and layer.weight.numel() <= MOST else "other"), layer
     if type(layer) is nn.MaxPool2d:
         two = [(n, n) if isinstance(n, int) else tuple(n) for n in (layer.kernel_size, layer.stride or 2)]
         rest = (layer.padding, layer.dilation, layer.ceil_mode, layer.return_indices)
