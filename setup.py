@@ -24,9 +24,10 @@ def readme() -> str:
 
 SINKS = {"wandb": ["wandb>=0.31"], "mlflow": ["mlflow-skinny>=3.17", "sqlalchemy>=2", "alembic"]}
 RUN = ["mpich"]  # launch/mpirun.sh, where the machine has no MPI of its own
+LLM = ["transformers>=5", "peft>=0.19", "datasets>=4"]  # --model hf:, --lora, --data hf:
 NOTEBOOK = ["pandas"]  # what a notebook shows more of; fedmpi.train works without
 TEST = ["pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", *RUN, *SINKS["wandb"], *SINKS["mlflow"]]
-TEST += [*NOTEBOOK, "ipython"]
+TEST += [*NOTEBOOK, *LLM, "ipython"]
 DEV = [*TEST, "ruff", "mypy", "types-PyYAML"]
 
 setup(
@@ -55,6 +56,6 @@ setup(
         "Pillow",
         "PyYAML",
     ],
-    extras_require={**SINKS, "notebook": NOTEBOOK, "run": RUN, "test": TEST, "dev": DEV},
+    extras_require={**SINKS, "llm": LLM, "notebook": NOTEBOOK, "run": RUN, "test": TEST, "dev": DEV},
     entry_points={"console_scripts": ["fedmpi = fedmpi.commands:main"]},
 )

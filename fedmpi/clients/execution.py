@@ -6,8 +6,10 @@ on the load of a machine.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,7 +45,7 @@ class Mode:
 
     def forward(self, model: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
         """Return the model as training calls it."""
-        call = model if self.compile == "none" else compiled(model, self.compile)
+        call = without_cache(model if self.compile == "none" else compiled(model, self.compile), model)
         if self.precision != "bf16":
             return call
 
@@ -53,6 +55,15 @@ class Mode:
             return outputs.float() if isinstance(outputs, Tensor) and outputs.is_floating_point() else outputs
 
         return forward
+
+
+def without_cache(call: Callable[..., Any], model: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the call of a model without the keys and values that a language model of transformers keeps to generate
+    text: nobody reads them here."""
+    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not hasattr(inner, "config") or "use_cache" not in inspect.signature(inner.forward).parameters:
+        return call
+    return partial(call, use_cache=False)
 
 
 PLAIN = Mode()

@@ -196,6 +196,7 @@ class Task:
         self.sums_device = device if sums_device is None else sums_device
         self.download = Download(device) if self.sums_device == CPU and pins(device) else None
         self.mode, self.forward = mode, mode.forward(self.model, device)
+        self.plain = PLAIN.forward(self.model, device)  # as tests call it
         self.layout = layout_of(model, channels_last, dtype, 1 if self.sums_device == CPU else ALIGNED, private)
         self.still = Still(model, dtype)
         front = -(-self.layout.private.length // ALIGNED) * ALIGNED
@@ -411,7 +412,7 @@ class Task:
         """Yield the model's score on each block of samples."""
         self.model.eval()
         for x, y in pairs:
-            outputs, labels = self.goal.align(call(self.model, x), y)
+            outputs, labels = self.goal.align(call(self.plain, x), y)
             classes = each_class(self.goal, outputs, labels) if by_class else {}
             total, loss = float(self.goal.total(outputs, labels)), float(self.goal.loss(outputs, labels, "sum"))
             more = {name: metric(outputs, labels) for name, metric in metrics.items()}

@@ -150,11 +150,12 @@ def describe(
     accelerator: Mapping[str, object] | None = None,
 ) -> dict[str, object]:
     """Return the record for environment.json: versions, machine, place, accelerator, job, commit of `folder`."""
+    packages = "torchvision numpy mpi4py submitit safetensors transformers peft datasets".split()
     import torch  # here, as few commands that look for a place need it; its own version names the build
 
     versions = {"fedmpi": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
     return {
-        "versions": versions | {p: _version(p) for p in ("torchvision", "numpy", "mpi4py", "submitit", "safetensors")},
+        "versions": versions | {p: _version(p) for p in packages},
         "platform": platform.platform(),
         "processor": _processor(),
         "hostname": socket.gethostname(),

@@ -213,7 +213,7 @@ class Client:
     @classmethod
     def of(cls, spec: RunSpec, device: torch.device) -> Client:
         """Make a client, with the model that every rank begins with."""
-        spec, task = make_task(spec, *load_data(spec.cfg, spec.given.data), 1, device)
+        spec, task = make_task(spec, *load_data(spec.cfg, spec.given), 1, device)
         return cls(spec, task, begin(task, spec.algorithm, SoloComm()))
 
     @torch.no_grad()

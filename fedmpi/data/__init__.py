@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedmpi.data.arrays import Arrays, Data
+from fedmpi.data.hf import Wish, load_hub
 from fedmpi.data.holdout import check_weights, hold_out
 from fedmpi.data.own import Datasets, as_data, load_own
 from fedmpi.data.sets import cifar, femnist, glyphs, ood, shakespeare, tinyimagenet, vision
@@ -19,6 +20,7 @@ from fedmpi.data.store import Source
 from fedmpi.data.styles import assign_styles
 from fedmpi.data.trees import Pad
 from fedmpi.errors import UserError, unknown
+from fedmpi.plugins.hub import on_hub
 
 __all__ = [
     "DATASETS",
@@ -30,6 +32,7 @@ __all__ = [
     "Ints",
     "Pad",
     "Partition",
+    "Wish",
     "as_data",
     "check_weights",
     "assign_styles",
@@ -80,11 +83,14 @@ def find_data(name: str) -> DataRow:
     if name.endswith(".py"):
         raise UserError(f"data set '{name}' is a file; write module:function, such as {Path(name).stem}:make")
     if name not in DATASETS:
-        raise unknown("data set", name, DATASETS, own=True)
+        raise unknown("data set", name, [*DATASETS, "hf:NAME_OR_FOLDER"], own=True)
     return DATASETS[name]
 
 
-def load(name: str, root: str | None = None) -> Data:
-    """Load a data set by name or import path, from the folder `root` or the default data root."""
+def load(name: str, root: str | None = None, wish: Wish | None = None) -> Data:
+    """Load a data set by name or import path, from the folder `root` or the default data root. `wish`: what is asked of
+    a data set of Hugging Face."""
+    if on_hub(name):
+        return load_hub(name, wish or Wish())
     folder = Path(root).expanduser() if root else None
     return load_own(name, folder) if ":" in name else find_data(name).load(folder)

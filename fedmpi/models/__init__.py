@@ -4,8 +4,8 @@ its weights. The function asks for properties of the data by parameter name:
     images      channels, height, width     shape       always: that of a sample
     sequences   tokens, length              classes     or `outputs`, if labels are numbers to predict
 
-`torchvision:NAME` is any classifier of torchvision, and `package.module:name` the user's own: a function or class with
-such parameters, or an instance of nn.Module.
+`torchvision:NAME` is any classifier of torchvision, `hf:NAME_OR_FOLDER` a model of transformers (hf.py), and
+`package.module:name` the user's own: a function or class with such parameters, or an instance of nn.Module.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from torch import nn
 
 from ..errors import UserError, squeezed, unknown
 from ..plugins import call_with, import_path
+from ..plugins.hub import on_hub
 from .gru import GRU
+from .hf import make_hub_model
 from .lenet import LeNet, cnn
 from .logistic import Logistic
 from .vision import classifier, names, resnet18_bn, resnet18_gn
@@ -60,10 +62,13 @@ def find_model(name: str) -> ModelRow:
         near = [known for known in MODELS if squeezed(known).startswith(wanted)]
         with contextlib.suppress(UserError):  # torchvision is not installed
             near += [f"torchvision:{known}" for known in names() if squeezed(known) == wanted]
-        raise unknown("model", name, [*MODELS, "torchvision:NAME"], own=True, near="' or '".join(near))
+        others = ["torchvision:NAME", "hf:NAME_OR_FOLDER"]
+        raise unknown("model", name, [*MODELS, *others], own=True, near="' or '".join(near))
     if name.startswith("torchvision:"):
         make = classifier(name.removeprefix("torchvision:"))
         return ModelRow(make, channels_last=True, takes=IMAGES)  # 0.78 to 1.02, for seven of them
+    if on_hub(name):
+        return ModelRow(partial(make_hub_model, name))
     own = import_path("model", name)
     return ModelRow(partial(copy.deepcopy, own) if isinstance(own, nn.Module) else own)
 

@@ -36,6 +36,7 @@ from ..data import (
     Data,
     Ints,
     Partition,
+    Wish,
     assign_styles,
     check_weights,
     find_data,
@@ -54,6 +55,8 @@ from ..local.memory import Memory
 from ..masks import MASKS, MaskKnobs, make_mask
 from ..masks import try_out as try_mask
 from ..models import MODELS, ModelRow, find_model, make_model
+from ..models.hf import Lora, add_lora, is_transformer, read_lora
+from ..plugins import hub
 from ..plugins.knobs import fallbacks, handed_over, knobs, with_values
 from ..rounds import Plan
 from ..schedules import make_rate
@@ -124,6 +127,7 @@ def prepare(cfg: Config, given: Overrides = NOTHING) -> RunSpec:
         usual = find_data(cfg.data)
         skew = replace(cfg.skew, classes=cfg.skew.classes or usual.classes)
         cfg = replace(cfg, model=cfg.model or usual.model, skew=skew)
+    check_texts(cfg, given)
     if cfg.augment is not None:
         make_augment(cfg.augment)
     if cfg.meta.weights is not None:
@@ -144,6 +148,41 @@ def prepare(cfg: Config, given: Overrides = NOTHING) -> RunSpec:
         make_measure(name)
     sink_names(cfg.log_to)
     return RunSpec(cfg, algorithm, model, work, out, given)
+
+
+def check_texts(cfg: Config, given: Overrides) -> None:
+    """Check the options of models and data sets of Hugging Face; nothing is imported or opened."""
+    if cfg.lora is not None:
+        read_lora(cfg.lora)
+        if given.model is None and not hub.on_hub(cfg.model):
+            raise UserError(f"--lora is for models of transformers, and --model is {cfg.model}; give --model hf:...")
+    for option, name in (("--model", cfg.model), ("--data", cfg.data), ("--text.tokenizer", cfg.text.tokenizer)):
+        if hub.on_hub(name):
+            hub.check_installed(f"{option} {name}")
+    if given.data is not None or not hub.on_hub(cfg.data):
+        wished = {f"--text.{name}": one for name, one in vars(cfg.text).items() if name not in ("tokenizer", "pad")}
+        wished["--skew.owner"] = cfg.skew.owner
+        if unread := [name for name, one in wished.items() if one]:
+            raise UserError(f"{unread[0]} is for --data hf:..., and --data is {cfg.data}; leave it out")
+    elif cfg.split == "natural" and cfg.skew.owner is None:
+        raise UserError("split 'natural' of --data hf:... needs --skew.owner, the column whose values name the clients")
+    if cfg.generate is not None and tokenizer_name(cfg, given) is None:
+        raise UserError("--generate needs a tokenizer; give --text.tokenizer hf:FOLDER, or --model hf:FOLDER")
+
+
+def tokenizer_name(cfg: Config, given: Overrides) -> str | None:
+    """Return the name of the tokenizer: what --text.tokenizer says, or the model's."""
+    if cfg.text.tokenizer is not None:
+        return cfg.text.tokenizer
+    if given.model is None:
+        return cfg.model if hub.on_hub(cfg.model) else None
+    home = str(getattr(given.model, "name_or_path", ""))
+    return f"{hub.HUB}{home}" if home and (Path(home) / "tokenizer_config.json").exists() else None
+
+
+def wish_of(cfg: Config, given: Overrides) -> Wish:
+    """Return what is asked of a data set of Hugging Face."""
+    return Wish(**{**vars(cfg.text), "tokenizer": tokenizer_name(cfg, given)}, owner=cfg.skew.owner)
 
 
 def by_real_names(cfg: Config, given: Overrides) -> Config:
@@ -242,9 +281,9 @@ def build_meta(meta: Meta) -> MetaStep | None:
     return MetaStep(meta.lr, meta.batch) if meta.lr else None
 
 
-def load_data(cfg: Config, given: Data | None = None) -> tuple[Data, Partition, Ints]:
+def load_data(cfg: Config, given: Overrides = NOTHING) -> tuple[Data, Partition, Ints]:
     """Return the data set, who has which part of it, and the meta set: what no client has, or every client too."""
-    data = load(cfg.data, cfg.data_root) if given is None else given
+    data = load(cfg.data, cfg.data_root, wish_of(cfg, given)) if given.data is None else given.data
     needed = cfg.split in LABELLED or bool(cfg.meta.size and cfg.meta.weights)
     y = data.class_labels(needed)
     if y is None:
@@ -303,14 +342,10 @@ def make_task(
     the spec, with the model's name if that was left to the data."""
     cfg, given = spec.cfg, spec.given.model
     name = type(given).__name__ if given is not None else cfg.model or usual_model(data)
-    offers, samples = data.offers, few_samples(data)  # before the seed is set: reading data may draw
-    torch.manual_seed(torch_seed(cfg.seed, "model"))
-    if given is not None:
-        row, model = ModelRow(lambda: given), given
-    else:
-        row = spec.model or find_model(name)
-        model = make_model(name, row, offers, data.name)
-    freeze(model, cfg.local.freeze)
+    samples = few_samples(data)
+    row = ModelRow(nn.Module) if given is not None else spec.model or find_model(name)
+    model = first_model(cfg, name, row, data, given)
+    check_export(cfg, name, model, spec.out)
     try_model(model, name, data, samples, device)
     layouts = ("contiguous", "channels_last")
     layout = cfg.step.layout
@@ -352,6 +387,33 @@ def make_task(
     return replace(spec, cfg=cfg), task
 
 
+def first_model(cfg: Config, name: str, row: ModelRow, data: Data, given: nn.Module | None) -> nn.Module:
+    """Return the model before the first round: made for the data with weights drawn from the seed, or as it was given;
+    with its adapter, and partly frozen."""
+    offers, lora = data.offers, None if cfg.lora is None else read_lora(cfg.lora)  # reading data may draw
+    if given is None and hub.on_hub(name):
+        goal = data.goal
+        offers |= {"whole": goal.whole, "by_class": goal.by_class, "label": data.sample[1]}
+        offers |= {"base": lora.base if lora else Lora.base, "pad": cfg.text.pad}
+    torch.manual_seed(torch_seed(cfg.seed, "model"))
+    model = make_model(name, row, offers, data.name) if given is None else given
+    if lora is not None:
+        model = add_lora(model, lora, name)
+    freeze(model, cfg.local.freeze)
+    return model
+
+
+def check_export(cfg: Config, name: str, model: nn.Module, out: Path | None) -> None:
+    """Refuse an export or a text that this model cannot give."""
+    if cfg.export == "merged":
+        if not is_transformer(model):
+            raise UserError(f"--export is merged, which is for models of transformers; '{name}' is none: leave it out")
+        if out is None:
+            raise UserError("--export is merged, which is a folder in the run folder; give out")
+    if cfg.generate is not None and not (is_transformer(model) and model.can_generate()):  # type: ignore[operator]
+        raise UserError(f"--generate needs a language model of transformers, and '{name}' is none; leave it out")
+
+
 def usual_model(data: Data) -> str:
     """Return the name of the model that these data get by default."""
     if data.kind not in USUAL:
@@ -376,7 +438,7 @@ def gains_channels_last(model: nn.Module, samples: Pair, device: torch.device) -
 
 def freeze(model: nn.Module, patterns: str | None) -> None:
     """Freeze the parameters that patterns match."""
-    names = [name for name, _ in model.named_parameters()]
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     for name in [] if patterns is None else matching(names, patterns, "--local.freeze"):
         model.get_parameter(name).requires_grad_(False)
 
@@ -390,7 +452,15 @@ def private_names(model: nn.Module, patterns: str | None, rule: LocalRule) -> li
     parts = parts_of(model)
     norms = [name for name, module in model.named_modules() if isinstance(module, NORMS)]
     words = [",".join(norms) if word.strip() == "bn" and norms else word for word in patterns.split(",")]
-    found = matching([*parts.trained, *parts.floats, *parts.still], ",".join(words), "--local.private")
+    first = {id(p): name for name, p in model.named_parameters()}
+    tied = {n: first[id(p)] for n, p in model.named_parameters(remove_duplicate=False) if first[id(p)] != n}
+    found = matching([*parts.trained, *parts.floats, *parts.still, *tied], ",".join(words), "--local.private")
+    if halves := [f"'{a}' and '{b}'" for a, b in tied.items() if (a in found) != (b in found)]:
+        raise UserError(
+            f"--local.private: {halves[0]} are one tensor, which cannot be private and shared at once; name both, or "
+            "none"
+        )
+    found = [name for name in found if name not in tied]
     if frozen := [name for name in found if name in parts.still]:
         raise UserError(f"--local.private: '{frozen[0]}' is frozen; a private parameter is trained: leave it out")
     return found

@@ -19,6 +19,7 @@ from ..plugins.knobs import check_bounds, knob, options
 
 FREE: tuple[str, ...] = ("out", "comm", "timeout", "workers", "log_to", "resume", "max_minutes", "data_root")
 FREE += ("sums", "data_on", "step.out_of_memory", "evaluate", "memory.", "checkpoint.", "quiet", "verbose")
+FREE += ("export", "generate")
 FREE += ("step.layout",)  # its outcome is in the fingerprint of the model; what was asked for may be 'auto'
 """knobs, and the beginnings of groups of them, that do not touch what is trained, or are compared otherwise"""
 
@@ -128,6 +129,30 @@ class Skew:
     """Dirichlet concentration of the client sizes (split quantity)."""
     owners: str = knob("choose", choices=("choose", "merge"))
     """If there are fewer clients than writers or roles: choose some of them, or merge them (split natural)."""
+    owner: str | None = None
+    """Column of --data hf:... whose values name the clients (split natural)."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """How the texts of --data hf:... become tokens."""
+
+    column: str | None = None
+    """Column of the texts. Default: text, or the only column of texts."""
+    label: str | None = None
+    """Column of the classes or numbers to predict, or none to predict the next token. Default: labels or label, else
+    none."""
+    test: str | None = None
+    """Split to test on. Default: test, validation, valid, dev or eval, else every tenth row of each client."""
+    length: int | None = knob(None, low=2)
+    """Largest number of tokens per sample; longer texts are cut. Default: 128, or less if the tokenizer takes less."""
+    pack: bool = False
+    """Join the texts of each client and cut them into blocks of --text.length tokens; the rest of a client's last block
+    is dropped."""
+    pad: str | None = None
+    """Token to pad with, if the tokenizer has none: eos, or a token of its vocabulary."""
+    tokenizer: str | None = None
+    """Folder or name of the tokenizer, as hf:NAME_OR_FOLDER. Default: that of --model."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +226,8 @@ class Config(MaskOptions, Chosen):
 
     data: str = "glyphs"
     """glyphs (generated), mnist, fmnist, cifar10, cifar100, tinyimagenet, femnist, shakespeare, cmnist2, fedcmnist,
-    fedrotmnist, fedrotmnist-clients, or your own as package.module:name. 'fedmpi data list' shows what is here."""
+    fedrotmnist, fedrotmnist-clients, hf:NAME_OR_FOLDER (texts of Hugging Face), or your own as package.module:name.
+    'fedmpi data list' shows what is here."""
     data_root: str | None = None
     """Folder of the data sets. Default: $FEDMPI_DATA, else the user's cache."""
     augment: str | None = None
@@ -212,8 +238,12 @@ class Config(MaskOptions, Chosen):
     """How to split the data over the clients: iid, classes, dirichlet, quantity, natural (by writer or role); for
     coloured and rotated data also feature (like iid) and mixed (like classes)."""
     model: str | None = None
-    """lenet, cnn, resnet18-gn, resnet18-bn, logistic, gru, torchvision:NAME, or your own as package.module:name.
-    Default: resnet18-gn for cifar10, cifar100 and tinyimagenet, gru for shakespeare, else lenet."""
+    """lenet, cnn, resnet18-gn, resnet18-bn, logistic, gru, torchvision:NAME, hf:NAME_OR_FOLDER (transformers), or your
+    own as package.module:name. Default: resnet18-gn for cifar10, cifar100 and tinyimagenet, gru for shakespeare, else
+    lenet."""
+    lora: str | None = None
+    """Adapter to train instead of the weights of a transformers model: r=8,alpha=16,dropout=0.05,targets=q_proj+v_proj,
+    all with defaults; base=bf16 keeps the frozen weights in bf16, and ffa freezes the A matrices. Default: none."""
     clients: int = knob(100, low=1)
     """Clients in the federation."""
     cohort: int = knob(10, low=1)
@@ -257,7 +287,12 @@ class Config(MaskOptions, Chosen):
     evaluate: str = "none"
     """Further measurements, separated by commas: clients (test accuracy of clients that took part and of the
     others), agreement (per layer), gap (accuracy on training samples), membership (an attack at the end of the
-    run), top5 (accuracy), or your own as package.module:name."""
+    run), perplexity, top5 (accuracy), or your own as package.module:name."""
+    export: str = knob("adapter", choices=("adapter", "merged"))
+    """What a finished run of a transformers model has besides model.safetensors: its adapter, if it has one; or merged,
+    also the whole model, in a folder that from_pretrained loads."""
+    generate: str | None = None
+    """Text to continue when training is done, always by the most likely token. Default: none."""
     log_to: str = "tensorboard"
     """Log sinks besides metrics.jsonl, separated by commas: tensorboard, wandb, mlflow or none."""
     verbose: bool = False
@@ -268,6 +303,7 @@ class Config(MaskOptions, Chosen):
     step: Step = field(default_factory=Step)
     server: Server = field(default_factory=Server)
     skew: Skew = field(default_factory=Skew)
+    text: Text = field(default_factory=Text)
     meta: Meta = field(default_factory=Meta)
     memory: Memory = field(default_factory=Memory)
     eval: Eval = field(default_factory=Eval)

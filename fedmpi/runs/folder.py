@@ -4,6 +4,7 @@
     metrics.jsonl tensorboard/ wandb/ mlflow/        the results so far
     checkpoints/                                     what it resumes from (checkpoint/)
     model.safetensors finished.json attack.json      when it is done; the last where the model was attacked
+    adapter_model.safetensors adapter_config.json merged/ generated.txt     of a transformers model (export.py)
     starts.jsonl stopped.json lock                   one line per start; how the last one stopped; who runs it now
     job.json lives.jsonl cancelled slurm/            where it was submitted (cluster/status.py)
 
@@ -39,6 +40,9 @@ log = logging.getLogger("fedmpi")
 CONFIG, FINISHED, MODEL, METRICS = "config.yaml", "finished.json", "model.safetensors", "metrics.jsonl"
 STARTS, STOPPED, LOCK, CHECKPOINTS = "starts.jsonl", "stopped.json", "lock", "checkpoints"
 ATTACK = "attack.json"
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+MERGED, GENERATED = "merged", "generated.txt"
+RESULTS = (FINISHED, MODEL, ATTACK, ADAPTER, ADAPTER_CONFIG, MERGED, GENERATED)  # what a finished run has
 WAIT_SECONDS = 10.0  # for the process before, which may not be gone yet
 LEASE_SECONDS = 300.0  # the same after a restart: a file server learns late that a node is gone
 BEGINNINGS = (LOCK, ".writable", f".{CONFIG}")  # all that a run leaves if it is killed at once
@@ -88,7 +92,7 @@ def make(out: Path) -> None:
 
 def start_over(out: Path) -> None:
     """Remove what an earlier run left, so that nothing of it is taken for the new one's."""
-    for name in (FINISHED, "tensorboard", "wandb", "mlflow", CHECKPOINTS, METRICS, MODEL, ATTACK):
+    for name in ("tensorboard", "wandb", "mlflow", CHECKPOINTS, METRICS, *RESULTS):
         remove(out / name)
 
 

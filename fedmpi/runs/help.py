@@ -25,13 +25,13 @@ NOTES = """Options can also be given in a YAML file (--config). Names from other
 MORE = "Show every option with 'fedmpi train --help-all'. "
 
 GROUPS: dict[str, tuple[str, ...]] = {
-    "what to train": ("algorithm", "mask", "tau", "sharpness", "mask_options.", "model", "rounds", "seed"),
+    "what to train": ("algorithm", "mask", "tau", "sharpness", "mask_options.", "model", "lora", "rounds", "seed"),
     "clients": ("clients", "cohort", "min_clients", "local."),
     "server": ("server.", "meta."),
-    "data": ("data", "split", "skew.", "augment", "data_root", "data_on", "workers"),
+    "data": ("data", "split", "skew.", "text.", "augment", "data_root", "data_on", "workers"),
     "run": (
         *("config", "print_config", "out", "resume", "max_minutes", "checkpoint."),
-        *("eval.", "evaluate", "log_to", "verbose", "quiet"),
+        *("eval.", "evaluate", "export", "generate", "log_to", "verbose", "quiet"),
     ),
     "cluster": ("ranks", "ranks_per_gpu", "max_restarts", "comm", "device", "sums", "threads", "timeout"),
     "advanced": ("sum", "wire", "deterministic", "step.", "memory."),

@@ -37,11 +37,21 @@ from ..device import describe as describe_device
 from ..errors import CommonError, FileError, RunError, UserError
 from ..knobs import OPTIMIZERS
 from ..local import RULES
+from ..plugins import hub
 from ..plugins.knobs import plain_knobs
 from ..rounds import Report, State, begin, rounds
 from ..server import VARIED
-from . import folder
-from .build import OWN, RunSpec, check_memory_folder, load_data, make_memory, make_task, plan_of
+from . import export, folder
+from .build import (
+    OWN,
+    RunSpec,
+    check_memory_folder,
+    load_data,
+    make_memory,
+    make_task,
+    plan_of,
+    tokenizer_name,
+)
 from .checkpoint.format import Fingerprint, FoundCheckpoint, Progress
 from .checkpoint.load import find, restore
 from .checkpoint.save import Saver
@@ -106,7 +116,7 @@ def run(
             folder.check(out)
             check_finished(out, spec.cfg, environ)
     with agreed(comm):
-        data, partition, meta = load_data(spec.cfg, spec.given.data)
+        data, partition, meta = load_data(spec.cfg, spec.given)
     keep_freed_memory(environ)
     with agreed(comm):
         spec, task = make_task(spec, data, partition, meta, comm.size, device)
@@ -256,10 +266,21 @@ def train(
             saver.agree()
             raise Stopped(report.round, why)
     check_still(task, saver.fingerprint, comm)
+    if first and (more := generated(spec, task, state)):
+        log.say(more)
     if first and out is not None and not (out / FINISHED).exists():
-        saver.trouble = folder.attempt(partial(finish, out, task, state, progress))
+        saver.trouble = folder.attempt(partial(finish, out, spec, task, state, progress, more))
     saver.agree()
     return Outcome(task, state, reports, cfg)
+
+
+def generated(spec: RunSpec, task: Task, state: State) -> str:
+    """Return the text that --generate asks for, continued by the trained model; '' if there is none."""
+    name = tokenizer_name(spec.cfg, spec.given)
+    if spec.cfg.generate is None or name is None:
+        return ""
+    task.load(state.model_N, state.ints)
+    return export.generate(task.model, hub.load_tokenizer(name), spec.cfg.generate, task.device)
 
 
 def check_still(task: Task, fingerprint: Fingerprint, comm: Comm) -> None:
@@ -436,10 +457,17 @@ def describe_run(
     write(out / "partition.json", json.dumps(partition.manifest(y, kinds, **about)) + "\n")
 
 
-def finish(out: Path, task: Task, state: State, progress: Progress) -> None:
-    """Write the model, then the file that marks the run as finished."""
+def finish(out: Path, spec: RunSpec, task: Task, state: State, progress: Progress, text: str) -> None:
+    """Write the model, its adapter and the generated text, if there are any, then the file that marks the run as
+    finished."""
     model = safetensors.torch.save(trained_tensors(task, state), metadata={"format": "pt"})
     write(out / MODEL, model)
+    export.write_adapter(out, task.model)
+    if spec.cfg.export == "merged":
+        name = tokenizer_name(spec.cfg, spec.given)
+        export.write_merged(out, task.model, None if name is None else hub.load_tokenizer(name))
+    if text:
+        export.write_generated(out, text)
     last, metric = progress.last or {}, task.goal.metric
     done = {
         "rounds": state.round,

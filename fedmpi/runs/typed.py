@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypedDict
 
-from .config import Checkpoint, Eval, Memory, Meta, Skew, Step
+from .config import Checkpoint, Eval, Memory, Meta, Skew, Step, Text
 
 if TYPE_CHECKING:  # what config.py makes of the knobs that rules declare
 
@@ -75,7 +75,12 @@ ServerDict = TypedDict("ServerDict", {
 }, total=False)
 
 SkewDict = TypedDict("SkewDict", {
-    "classes": int | None, "noise": float, "alpha": float, "beta": float, "owners": str,
+    "classes": int | None, "noise": float, "alpha": float, "beta": float, "owners": str, "owner": str | None,
+}, total=False)
+
+TextDict = TypedDict("TextDict", {
+    "column": str | None, "label": str | None, "test": str | None, "length": int | None, "pack": bool,
+    "pad": str | None, "tokenizer": str | None,
 }, total=False)
 
 MetaDict = TypedDict("MetaDict", {
@@ -97,15 +102,16 @@ CheckpointDict = TypedDict("CheckpointDict", {
 
 Knobs = TypedDict("Knobs", {
     "mask": str | None, "tau": float | None, "sharpness": float, "data_root": str | None, "augment": str | None,
-    "workers": int, "split": str, "clients": int, "cohort": int, "min_clients": int, "rounds": int, "seed": int,
-    "resume": str, "max_minutes": float | None, "comm": str, "sum": str, "wire": str, "timeout": float,
+    "workers": int, "split": str, "lora": str | None, "clients": int, "cohort": int, "min_clients": int, "rounds": int,
+    "seed": int, "resume": str, "max_minutes": float | None, "comm": str, "sum": str, "wire": str, "timeout": float,
     "threads": int | None, "device": str, "data_on": str, "sums": str, "deterministic": bool, "evaluate": str,
-    "log_to": str, "verbose": bool, "quiet": bool, "local": Local | LocalDict, "step": Step | StepDict,
-    "server": Server | ServerDict, "skew": Skew | SkewDict, "meta": Meta | MetaDict, "memory": Memory | MemoryDict,
-    "eval": Eval | EvalDict, "checkpoint": Checkpoint | CheckpointDict, "lr": float | None, "epochs": int | None,
-    "num_steps": int | None, "batch_size": int, "mu": float, "weight_decay": float, "clip_grad": float | None,
-    "client_optimizer": str, "adam_beta1": float, "adam_beta2": float, "adam_epsilon": float,
-    "gradient_accumulation_steps": int, "server_lr": float | None, "server_optimizer": str | None, "beta1": float,
-    "beta2": float | None, "eps": float | None, "alpha": float, "classes_per_client": int | None, "test_every": int,
-    "test_batch_size": int, "save_every": int | None,
+    "export": str, "generate": str | None, "log_to": str, "verbose": bool, "quiet": bool, "local": Local | LocalDict,
+    "step": Step | StepDict, "server": Server | ServerDict, "skew": Skew | SkewDict, "text": Text | TextDict,
+    "meta": Meta | MetaDict, "memory": Memory | MemoryDict, "eval": Eval | EvalDict,
+    "checkpoint": Checkpoint | CheckpointDict, "lr": float | None, "epochs": int | None, "num_steps": int | None,
+    "batch_size": int, "mu": float, "weight_decay": float, "clip_grad": float | None, "client_optimizer": str,
+    "adam_beta1": float, "adam_beta2": float, "adam_epsilon": float, "gradient_accumulation_steps": int,
+    "server_lr": float | None, "server_optimizer": str | None, "beta1": float, "beta2": float | None,
+    "eps": float | None, "alpha": float, "classes_per_client": int | None, "test_every": int, "test_batch_size": int,
+    "save_every": int | None,
 }, total=False)

@@ -433,8 +433,8 @@ def test_the_error_of_an_unknown_model_has_the_closest_match_and_lists_all() -> 
     with pytest.raises(UserError) as caught:
         find_model("lenett")
     assert str(caught.value) == (
-        "unknown model 'lenett'; did you mean 'lenet'? known: cnn, gru, lenet, logistic, resnet18-bn, resnet18-gn, "
-        "torchvision:NAME, or your own as package.module:name"
+        "unknown model 'lenett'; did you mean 'lenet'? known: cnn, gru, hf:NAME_OR_FOLDER, lenet, logistic, "
+        "resnet18-bn, resnet18-gn, torchvision:NAME, or your own as package.module:name"
     )
 
 

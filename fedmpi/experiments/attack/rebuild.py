@@ -21,14 +21,13 @@ from ...clients.task import choose_tests
 from ...data import DATASETS, Data, Ints, Partition
 from ...errors import FileError, UserError, one_line, reason
 from ...flat import parts_of
-from ...models import MODELS, find_model, make_model
-from ...runs.build import USUAL, Overrides, few_samples, freeze, load_data, try_model
+from ...models import MODELS, ModelRow, find_model
+from ...runs.build import USUAL, Overrides, few_samples, first_model, load_data, try_model
 from ...runs.checkpoint.format import digest
 from ...runs.config import Config
 from ...runs.folder import FINISHED, MODEL
 from ...runs.options import from_values
 from ...runs.schema import Damaged, Dealt, opened, read
-from ...seeds import torch_seed
 from ..runs import MOST_PARTITION, PARTITION, Run
 
 AGAIN = "; train it again, or restore the original"
@@ -82,7 +81,7 @@ def rebuild(run: Run, cfg: Config, device: torch.device, given: Overrides) -> Re
     """Return the trained model of a run, and its data; `given`: the objects that it was passed in Python."""
     check_names(run, cfg, given)
     weights = read_weights(run)
-    data, partition, meta = load_data(cfg, given.data)
+    data, partition, meta = load_data(cfg, given)
     check_partition(run, data, partition)
     model = model_of(run, cfg, data, device, weights, given.model)
     return Rebuilt(run, cfg, model, data, partition, meta, device)
@@ -141,9 +140,8 @@ def model_of(
 ) -> nn.Module:
     """Return the model of a run with these weights, without them as it was before the first round."""
     name, samples = cfg.model or USUAL[data.kind], few_samples(data)
-    torch.manual_seed(torch_seed(cfg.seed, "model"))
-    model = make_model(name, find_model(name), data.offers, data.name) if given is None else copy.deepcopy(given)
-    freeze(model, cfg.local.freeze)
+    row = ModelRow(nn.Module) if given is not None else find_model(name)
+    model = first_model(cfg, name, row, data, copy.deepcopy(given))
     try:
         if weights is not None:
             still = {id(t) for t in parts_of(model).still.values()}  # not in the file

@@ -33,6 +33,7 @@ MEASURES = {
     "clients": "fedmpi.runs.measures.clients:ClientScores",
     "gap": "fedmpi.runs.measures.gap:Gap",
     "membership": "fedmpi.experiments.attack.membership:Membership",
+    "perplexity": "fedmpi.runs.measures.perplexity:Perplexity",
     "top5": "fedmpi.runs.measures.metric:top5",
 }
 
