@@ -214,7 +214,8 @@ class Source:
         lengths = {len(row) for part in parts for row in part.columns[IDS]}
         longest, fill = max(lengths), {name: 0 for name in INPUTS}
         if len(lengths) > 1 and self.tokenizer is not None and self.wish.tokenizer is not None:
-            fill[IDS] = hub.padding(self.tokenizer, self.wish.tokenizer, self.wish.pad, "a batch of texts of different lengths")
+            why = "a batch of texts of different lengths"
+            fill[IDS] = hub.padding(self.tokenizer, self.wish.tokenizer, self.wish.pad, why)
         made = []
         for part, labels in zip(parts, self.numbers([part.labels for part in parts], longest), strict=True):
             x = {name: filled(column, longest, fill[name]).int() for name, column in part.columns.items()}

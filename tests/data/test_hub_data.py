@@ -43,7 +43,7 @@ def loaded(name: str, **wish: Any) -> Arrays:
 
 
 def text_of(ids: torch.Tensor) -> str:
-    return "".join([END, *LETTERS][i] for i in ids.tolist())
+    return "".join(["/", *LETTERS][i] for i in ids.tolist())
 
 
 def refusal(name: str, **wish: Any) -> str:
@@ -93,7 +93,7 @@ def test_packed_texts_fill_blocks_of_one_client_each(tmp_path: Path, tokenizer: 
     data = loaded(write_rows(tmp_path / "play.jsonl", rows), tokenizer=tokenizer, pack=True, length=16, owner="role")
     assert data.owners is not None and list(data.x) == ["input_ids"] and torch.equal(data.x["input_ids"].long(), data.y)
     mine = "".join(text_of(ids) for ids in data.x["input_ids"][data.owners == 1])
-    whole = "".join(row["text"] + END for i, row in enumerate(rows) if row["role"] == "bob" and i // 3 % 10 != 9)
+    whole = "".join(row["text"] + "/" for i, row in enumerate(rows) if row["role"] == "bob" and i // 3 % 10 != 9)
     assert whole.startswith(mine) and len(mine) == len(whole) // 16 * 16, "what is left over is dropped"
 
 
