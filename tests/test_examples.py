@@ -15,12 +15,14 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from conftest import BIN, REPO, rank_environment
 from shell import ALONE, sandbox
 
 from fedmpi import api
 from fedmpi.commands import main
 from fedmpi.errors import UserError
+from fedmpi.plugins import hub
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -65,7 +67,8 @@ def trained(command: str, root: Path) -> dict[str, Any]:
 
 def test_all_examples_are_tested_here() -> None:
     here = {path.name for path in EXAMPLES.iterdir() if path.name != "__pycache__"}
-    assert here == {f"{name}.py" for name in (*TRAINING, "python_call")} | {"notebook.ipynb"}
+    others = ("python_call", "lora_gpt2", "hf_classifier")
+    assert here == {f"{name}.py" for name in (*TRAINING, *others)} | {"notebook.ipynb"}
 
 
 @pytest.mark.processes
@@ -103,6 +106,69 @@ def test_the_python_call_gives_the_same_alone_and_under_launchers(root: Path, mp
     assert lines(start([str(BIN / "torchrun"), *torchrun[1:]], root)) == said
     mpi[mpi.index("python")] = sys.executable
     assert lines(start([*mpiexec, *mpi[1:]], root)) == said
+
+
+@pytest.mark.launchers
+def test_an_adapter_is_the_same_alone_and_under_launchers(root: Path, mpiexec: list[str]) -> None:
+    alone, torchrun, mpi = (shlex.split(command) for command in commands("lora_gpt2"))
+    assert alone[0] == "python" and torchrun[0] == "torchrun" and mpi[0] == "mpiexec"
+    mpi[mpi.index("python")] = sys.executable
+    launchers = ([sys.executable, *alone[1:]], [str(BIN / "torchrun"), *torchrun[1:]], [*mpiexec, *mpi[1:]])
+    said = [start(command, root).splitlines() for command in launchers]
+    form = r"perplexity (\d+\.\d\d) before, (\d+\.\d\d) after; adapter [0-9a-f]{64}"
+    match = re.fullmatch(form, said[0][0])
+    assert match and float(match[2]) < 0.6 * float(match[1])
+    assert said[0][:2] == said[1][:2] == said[2][:2] and len(said[0]) == 3
+    up, whole = map(int, re.findall(r"\d+", said[0][1]))
+    assert up < whole / 6 and [int(lines[2].split()[-1]) > 0 for lines in said] == [False, True, True]
+
+
+@pytest.mark.processes
+def test_a_classifier_of_texts_learns(root: Path) -> None:
+    alone, torchrun = (shlex.split(command) for command in commands("hf_classifier"))
+    assert torchrun[-1] == alone[-1] == "examples/hf_classifier.py"
+    match = re.fullmatch(r"accuracy (\d\.\d{3}), sha256 [0-9a-f]{64}\n", start([sys.executable, *alone[1:]], root))
+    assert match and float(match[1]) > 0.9
+
+
+TRANSFORMERS = (REPO / "docs" / "transformers.md").read_text(encoding="utf-8")
+SHELL = [block for block in TRANSFORMERS.split("```")[1::2] if block.startswith("\n")]
+OF_TEXTS = [line for block in SHELL for line in block.replace("\\\n", " ").splitlines() if line[:12] == "fedmpi train"]
+
+
+def test_the_commands_of_the_page_on_transformers_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import datasets
+
+    monkeypatch.syspath_prepend(str(REPO))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "prepared")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "plays").mkdir(parents=True)
+    threads = torch.get_num_threads()
+    importlib.import_module("examples.lora_gpt2").write(tmp_path / "runs" / "plays")
+    torch.set_num_threads(threads)
+    assert len(OF_TEXTS) == 3
+    with sandbox():
+        for command in OF_TEXTS:
+            assert main([*shlex.split(command)[1:], "--log_to", "none", "--rounds", "2"]) == 0, capsys.readouterr().err
+            out = tmp_path / shlex.split(command)[-1]
+            rounds = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+            assert rounds[-1]["test_loss"] < rounds[0]["test_loss"] and (out / "adapter_config.json").exists()
+        for message in re.findall(r"\| `((?:unknown|--lora|--skew)[^`]*)` \|", TRANSFORMERS):
+            wrong = {"unknown": "--lora rank=8", "--lora:": "--lora targets=q_proj", "--skew.owner": "--skew.owner who"}
+            given = shlex.split(OF_TEXTS[0])[1:] + wrong[message.split()[0]].split()
+            capsys.readouterr()
+            assert main([*given, "--out", "runs/wrong"]) == 2 and message in capsys.readouterr().err
+    block = next(part for part in TRANSFORMERS.split("```") if part.startswith("python\n"))
+    space: dict[str, Any] = {}
+    with hub.offline():
+        exec(block.removeprefix("python\n"), space)
+    model, ids = space["model"], torch.arange(1, 20)[None]
+    with model.disable_adapter():
+        plain = model(ids).logits
+    assert not torch.equal(model(ids).logits, plain) and space["merged"](ids).logits.shape == plain.shape
 
 
 # The folder of pictures

@@ -9,6 +9,7 @@ ends the process then, because MPI's start has no timeout and blocks every threa
 from __future__ import annotations
 
 import faulthandler
+import importlib.util
 import json
 import os
 import platform
@@ -35,6 +36,7 @@ from ..data.store import cache_folder
 from ..device import CPU, accelerator, choose, count, device_of, identity, kind_of, sums_device, takes_turns
 from ..device import set_up as set_up_device
 from ..errors import RunError, UserError, one_line
+from ..plugins.hub import PACKAGES
 from ..plugins.knobs import knob
 from ..plugins.torchvision import torchvision_build, torchvision_trouble
 from ..runs.log import set_up
@@ -214,6 +216,17 @@ def versions(place: Place, options: DoctorOptions) -> Iterator[Finding]:
         yield Finding(WARN, "torchvision", *trouble)
 
 
+def hub(place: Place, options: DoctorOptions) -> Iterator[Finding]:
+    """Check the packages of the extra fedmpi[llm], without importing them."""
+    found = {name: metadata.version(name) for name in PACKAGES if importlib.util.find_spec(name)}
+    if len(found) == len(PACKAGES):
+        yield Finding(OK, "llm", ", ".join(f"{name} {version}" for name, version in found.items()))
+    else:
+        lacking = ", ".join(name for name in PACKAGES if name not in found)
+        fix = "pip install 'fedmpi[llm]'; only needed for --model hf:, --lora and --data hf:"
+        yield Finding(ABSENT, "llm", f"{lacking} not installed", fix)
+
+
 def mpi(place: Place, options: DoctorOptions) -> Iterator[Finding]:
     """Check the MPI library of mpi4py, in a process of its own because starting MPI may abort."""
     code = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
@@ -323,7 +336,7 @@ def transport(place: Place, options: DoctorOptions) -> str:
     return pick(options.comm, place, kind)
 
 
-NODE_CHECKS: tuple[Check, ...] = (versions, mpi, slurm, disk)
+NODE_CHECKS: tuple[Check, ...] = (versions, hub, mpi, slurm, disk)
 RANK_CHECKS: tuple[Check, ...] = (launcher, devices, network)
 NEEDED = ("mpi", "launcher", "devices", "network")  # if one fails, connecting is not tried
 

@@ -114,7 +114,9 @@ def make_hub_model(
     how = {**hub.SAFE, **more, "use_safetensors": True, "dtype": TYPES[base], "output_loading_info": True}
     model, info = hub.read(f"model '{name}'", lambda: auto.from_pretrained(place, **how))
     if made := sorted(info["missing_keys"]):
-        log.warning("model '%s' has no %s: drawn from the seed", name, ", ".join(made[:3]) + ", ..." * (len(made) > 3))
+        usual = not any(key.startswith(f"{model.base_model_prefix}.") for key in made)  # a new head
+        words = ", ".join([*made[:3], *["..."] * (len(made) > 3)])
+        log.log(logging.INFO if usual else logging.WARNING, "model '%s' has no %s: drawn from the seed", name, words)
     tree = shape.get("input_ids", ()) if isinstance(shape, Mapping) else shape
     check_fits(name, model, tree[0] if len(tree) == 1 else 0, tokens)
     if not causal and model.config.get_text_config().pad_token_id is None:
@@ -125,15 +127,20 @@ def make_hub_model(
 
 def check_fits(name: str, model: Any, length: int, tokens: int) -> None:
     """Refuse samples that are longer than the model's positions, and tokens that it does not have."""
-    config, embeddings = model.config.get_text_config(), model.get_input_embeddings().num_embeddings
-    positions = getattr(config, "max_position_embeddings", None) or length
-    if length > positions:
-        raise UserError(f"model '{name}' takes {positions} tokens, and a sample has {length}; lower --text.length")
+    embeddings, most = model.get_input_embeddings().num_embeddings, positions(model)
+    if most is not None and length > most:
+        raise UserError(f"model '{name}' takes {most} tokens, and a sample has {length}; lower --text.length")
     if tokens > embeddings:
         raise UserError(
             f"model '{name}' has {embeddings} different tokens, and the data have {tokens}; use the model's own "
             "tokenizer"
         )
+
+
+def positions(model: Any) -> int | None:
+    """Return how many tokens a model of transformers takes; None if any number."""
+    most: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return most
 
 
 def is_transformer(model: nn.Module) -> bool:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,15 +33,15 @@ def on_hub(name: str | None) -> bool:
     return name is not None and name.startswith(HUB)
 
 
-def check_installed(what: str) -> None:
-    """Refuse an option that needs the extra if a package of it is missing. Nothing is imported."""
-    if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
+def check_installed(what: str, names: Sequence[str] = PACKAGES) -> None:
+    """Refuse an option that needs the extra if one of these packages is missing. Nothing is imported."""
+    if missing := [name for name in names if importlib.util.find_spec(name) is None]:
         raise UserError(f"{what} needs {' and '.join(missing)}, which is not installed; pip install 'fedmpi[llm]'")
 
 
 def package(name: str) -> Any:
     """Return one of the packages."""
-    check_installed(name)
+    check_installed(name, [name])
     from .torchvision import ready_torchvision  # transformers imports torchvision
 
     ready_torchvision()
@@ -50,16 +51,18 @@ def package(name: str) -> Any:
 @contextmanager
 def offline() -> Iterator[None]:
     """Keep these libraries from the network, and their progress bars and reports from the terminal."""
-    transformers, datasets = package("transformers"), package("datasets")
+    logs: Any = package("transformers").utils.logging
     constants: Any = importlib.import_module("huggingface_hub.constants")
+    datasets: Any = sys.modules.get("datasets")  # imported by who uses it
     with _lock, warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=FutureWarning)  # of one library about another
-        logs, bars = transformers.utils.logging, datasets.are_progress_bars_disabled()
+        bars = datasets is not None and not datasets.are_progress_bars_disabled()
         before = constants.HF_HUB_OFFLINE, logs.get_verbosity(), logs.is_progress_bar_enabled()
         constants.HF_HUB_OFFLINE = True
         logs.set_verbosity_error()
         logs.disable_progress_bar()
-        datasets.disable_progress_bars()
+        if bars:
+            datasets.disable_progress_bars()
         try:
             yield
         finally:
@@ -67,7 +70,7 @@ def offline() -> Iterator[None]:
             logs.set_verbosity(before[1])
             if before[2]:
                 logs.enable_progress_bar()
-            if not bars:
+            if bars:
                 datasets.enable_progress_bars()
 
 

@@ -55,7 +55,7 @@ from ..local.memory import Memory
 from ..masks import MASKS, MaskKnobs, make_mask
 from ..masks import try_out as try_mask
 from ..models import MODELS, ModelRow, find_model, make_model
-from ..models.hf import Lora, add_lora, is_transformer, read_lora
+from ..models.hf import Lora, add_lora, is_transformer, positions, read_lora
 from ..plugins import hub
 from ..plugins.knobs import fallbacks, handed_over, knobs, with_values
 from ..rounds import Plan
@@ -345,7 +345,7 @@ def make_task(
     samples = few_samples(data)
     row = ModelRow(nn.Module) if given is not None else spec.model or find_model(name)
     model = first_model(cfg, name, row, data, given)
-    check_export(cfg, name, model, spec.out)
+    check_export(spec, name, model)
     try_model(model, name, data, samples, device)
     layouts = ("contiguous", "channels_last")
     layout = cfg.step.layout
@@ -403,15 +403,22 @@ def first_model(cfg: Config, name: str, row: ModelRow, data: Data, given: nn.Mod
     return model
 
 
-def check_export(cfg: Config, name: str, model: nn.Module, out: Path | None) -> None:
+def check_export(spec: RunSpec, name: str, model: nn.Module) -> None:
     """Refuse an export or a text that this model cannot give."""
+    cfg, out = spec.cfg, spec.out
     if cfg.export == "merged":
         if not is_transformer(model):
             raise UserError(f"--export is merged, which is for models of transformers; '{name}' is none: leave it out")
         if out is None:
             raise UserError("--export is merged, which is a folder in the run folder; give out")
-    if cfg.generate is not None and not (is_transformer(model) and model.can_generate()):  # type: ignore[operator]
-        raise UserError(f"--generate needs a language model of transformers, and '{name}' is none; leave it out")
+    if cfg.generate is not None:
+        if not (is_transformer(model) and model.can_generate()):  # type: ignore[operator]
+            raise UserError(f"--generate needs a language model of transformers, and '{name}' is none; leave it out")
+        tokens = len(hub.load_tokenizer(str(tokenizer_name(cfg, spec.given)))(cfg.generate)["input_ids"])
+        most = positions(model)
+        if not tokens or (most is not None and tokens >= most):
+            valid = "one or more" if most is None else f"1 to {most - 1}"
+            raise UserError(f"--generate has {tokens} tokens, and '{name}' can continue {valid}; give another text")
 
 
 def usual_model(data: Data) -> str:

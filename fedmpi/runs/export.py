@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -21,9 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from ..clients.still import twin
-from ..models.hf import has_adapter
+from ..models.hf import has_adapter, positions
 from ..plugins import hub
 from .folder import ADAPTER, ADAPTER_CONFIG, GENERATED, MERGED, remove, sync, write
+
+log = logging.getLogger("fedmpi")
 
 TOKENS = 64  # that are generated
 
@@ -33,6 +36,11 @@ def write_adapter(out: Path, model: nn.Module) -> None:
     if not has_adapter(model):
         return
     tensors, config = adapter_of(model)
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    active = f".{model.active_adapter}"
+    saved = {name: name.replace(".modules_to_save", "").replace(active, "") for name in trained}
+    if others := [name for name, key in saved.items() if key not in tensors]:
+        log.warning("'%s' is trained but is no part of the adapter: only model.safetensors has it", others[0])
     write(out / ADAPTER, safetensors.torch.save(tensors, metadata={"format": "pt"}))
     write(out / ADAPTER_CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
 
@@ -73,8 +81,8 @@ def generate(model: Any, tokenizer: Any, text: str, device: torch.device) -> str
     """Return a text and its continuation by the most likely token each time."""
     model.eval()
     ids = tokenizer(text, return_tensors="pt")["input_ids"].to(device)
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or ids.shape[1] + TOKENS
-    count = min(TOKENS, positions - ids.shape[1])
+    most = positions(model)
+    count = TOKENS if most is None else min(TOKENS, most - ids.shape[1])
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     with torch.inference_mode(), hub.offline():
         mask = torch.ones_like(ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -66,7 +67,7 @@ def examined(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, L
 def test_alone_every_check_is_listed_and_none_fails(capfd: pytest.CaptureFixture[str]) -> None:
     code, lines = examined(capfd)
     assert code == 0
-    checks = "python torch torchvision mpi slurm disk launcher devices network ranks".split()
+    checks = "python torch torchvision llm mpi slurm disk launcher devices network ranks".split()
     assert set(checks) <= {line["check"] for line in lines}
     assert all(line["level"] in ("ok", "--", "warn") for line in lines)
     assert all(line["fix"] for line in lines if line["level"] != "ok")
@@ -347,3 +348,12 @@ def test_a_controller_that_does_not_answer_is_a_warning(
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "nowhere.conf"))
     finding = next(doctor.slurm(ALONE, DoctorOptions()))
     assert finding.level == "warn" and "the controller does not answer" in finding.text and finding.fix
+
+
+def test_the_extra_for_transformers_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    (found,) = doctor.hub(ALONE, doctor.DoctorOptions())
+    assert found.level == doctor.OK and re.fullmatch(r"transformers [\d.]+, peft [\d.]+, datasets [\d.]+", found.text)
+    find = doctor.importlib.util.find_spec
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None if name == "peft" else find(name))
+    (found,) = doctor.hub(ALONE, doctor.DoctorOptions())
+    assert found.level == doctor.ABSENT and found.text == "peft not installed" and "fedmpi[llm]" in found.fix

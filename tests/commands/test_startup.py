@@ -13,6 +13,7 @@ from conftest import REPO, rank_environment
 
 HEAVY = ("torch", "numpy", "jsonargparse", "yaml", "tqdm")
 NEVER = ("torchvision", "tensorboard", "submitit", "mpi4py", "matplotlib", "scipy", "pandas", "torch._dynamo", "PIL")
+NEVER += ("transformers", "peft", "datasets", "huggingface_hub")
 TINY = "--data glyphs --split iid --clients 8 --cohort 2 --rounds 1 --local.steps 1 --eval.samples 10 --threads 1"
 TELL = """
 import json, sys

@@ -84,6 +84,20 @@ def test_the_head_follows_from_the_labels(tmp_path: Path) -> None:
     assert torch.equal(load(name, **CLASS).get_parameter("score.weight"), first)
 
 
+def test_weights_that_the_folder_lacks_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from safetensors.torch import load_file, save_file
+
+    name = save_model(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors.pop("transformer.h.1.ln_1.weight")
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    load(name)
+    assert "WARNING  fedmpi:hf.py" in caplog.text and "has no transformer.h.1.ln_1.weight: drawn" in caplog.text
+    caplog.clear()
+    load(save_model(tmp_path / "whole", pad="<end>"), **CLASS)
+    assert "WARNING" not in caplog.text
+
+
 def test_a_model_that_does_not_fit_the_data_is_refused(tmp_path: Path) -> None:
     name = save_model(tmp_path)
     for offers, message in (

@@ -187,18 +187,22 @@ def test_a_finished_run_is_a_folder_for_peft_with_the_same_logits(tmp_path: Path
     assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (4, 8, model[3:])
 
 
-def test_a_classifier_is_trained_and_exported_with_its_head(tmp_path: Path) -> None:
+@pytest.mark.parametrize("private", [False, True])
+def test_a_classifier_is_trained_and_exported_with_its_head(private: bool, tmp_path: Path) -> None:
     base = save_model(tmp_path / "model", "bert", pad=END, num_labels=3)
     data = write_rows(tmp_path / "play.jsonl", spoken())
     options = f"--model {base} --data {data} --text.label role --split iid --clients 4 --cohort 4 --rounds 4 "
     options += f"--lora r=4 --local.lr 0.3 --log_to none --threads 1 --out {tmp_path / 'run'}"
+    own = ["--local.private", "*modules_to_save*"] if private else []
     with sandbox():
-        outcome = run(prepare(parse(options.split())), SoloComm(), ALONE, CPU, {})
+        outcome = run(prepare(parse([*options.split(), *own])), SoloComm(), ALONE, CPU, {})
     outcome.task.load(outcome.state.model_N, outcome.state.ints)
     again = loaded(base, tmp_path / "run", "AutoModelForSequenceClassification", num_labels=3)
     assert torch.equal(outcome.task.model.eval()(**some_ids()).logits, again(**some_ids()).logits)
     assert any("classifier" in name for name in load_file(tmp_path / "run" / ADAPTER))
-    assert outcome.history[-1].test_loss < outcome.history[0].test_loss
+    shared = load_file(tmp_path / "run" / "model.safetensors")
+    assert any("classifier" in name for name in shared) != private and any("lora_B" in name for name in shared)
+    assert private or outcome.history[-1].test_loss < outcome.history[0].test_loss
 
 
 def lines(count: int, seed: int) -> dict[str, Tensor]:
@@ -237,6 +241,14 @@ def test_an_adapted_model_from_python_is_trained_exported_and_unchanged(kind: st
         test = lines(8, 9)
         exact = F.cross_entropy(again(test["input_ids"]).logits[:, :-1].flatten(0, 1), test["labels"][:, 1:].flatten())
     assert losses[-1] == pytest.approx(float(exact), rel=1e-5)
+
+
+def test_what_is_trained_beside_the_adapter_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = add_lora(made("gpt2"), Lora(r=4), "it")
+    model.get_submodule("base_model.model.transformer.ln_f").requires_grad_(True)
+    fedmpi.train(model, [lines(8, 0)], lines(8, 9), rounds=1, threads=1, quiet=True, out=tmp_path / "run")
+    assert "ln_f.weight' is trained but is no part of the adapter: only model.safetensors has it" in caplog.text
+    assert any("ln_f" in name for name in load_file(tmp_path / "run" / "model.safetensors"))
 
 
 def test_tied_weights_are_trained_once_and_saved_under_both_names(tmp_path: Path) -> None:
@@ -355,6 +367,10 @@ def test_mistakes_are_one_message_and_exit_code_2(
         (["--lora", "r=4", "--out", str(out)], "--lora is for models of transformers, and --model is lenet"),
         (["--export", "merged", "--out", str(out)], "--export is merged, which is for models of transformers"),
         (["--generate", "a", "--out", str(out)], "--generate needs a tokenizer"),
+        (["--generate", "a", "--text.tokenizer", model, "--out", str(out)], "--generate needs a language model"),
+        ([*usual, "--generate", "a" * 32], "--generate has 32 tokens, and '"),
+        ([*usual, "--generate", ""], "--generate has 0 tokens, and '"),
+        ([*usual, "--text.label", "long", "--generate", "a"], "--generate needs a language model"),
         (["--skew.owner", "role", "--out", str(out)], "--skew.owner is for --data hf:"),
         (["--text.pack", "true", "--out", str(out)], "--text.pack is for --data hf:"),
         ([word for word in usual if word not in ("--text.pad", "eos")], "has no padding token"),
@@ -363,7 +379,7 @@ def test_mistakes_are_one_message_and_exit_code_2(
     for options, message in cases:
         assert main(["train", *options]) == 2, message
         said = capsys.readouterr().err
-        assert message in said and said.count("\n") == 1 and not out.exists(), said
+        assert message in said.splitlines()[-1] and said.count("fedmpi: ") == 1 and not out.exists(), said
     monkeypatch.setattr(hub, "PACKAGES", (*hub.PACKAGES, "no_such_package"))
     assert main(["train", *usual]) == 2
     assert capsys.readouterr().err.endswith("which is not installed; pip install 'fedmpi[llm]'\n")
