@@ -117,7 +117,7 @@ def test_every_pair_of_the_papers_learns(
             out=str(tmp_path / "run"),
         )
         spec = prepare(cfg, Overrides(data=some_of(whole, samples)))
-        data, partition, meta = load_data(spec.cfg, spec.given.data)
+        data, partition, meta = load_data(spec.cfg, spec.given)
         _, fresh = make_task(spec, data, partition, meta, 1, CPU)
         before = loss_of(fresh, fresh.start()[0])
         outcome = run(spec, SoloComm(), ALONE, CPU, {})

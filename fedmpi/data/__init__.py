@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedmpi.data.arrays import Arrays, Data
-from fedmpi.data.hf import Wish, load_hub
+from fedmpi.data.hf import TextOptions, load_hub
 from fedmpi.data.holdout import check_weights, hold_out
 from fedmpi.data.own import Datasets, as_data, load_own
 from fedmpi.data.sets import cifar, femnist, glyphs, ood, shakespeare, tinyimagenet, vision
@@ -32,7 +32,7 @@ __all__ = [
     "Ints",
     "Pad",
     "Partition",
-    "Wish",
+    "TextOptions",
     "as_data",
     "check_weights",
     "assign_styles",
@@ -87,10 +87,10 @@ def find_data(name: str) -> DataRow:
     return DATASETS[name]
 
 
-def load(name: str, root: str | None = None, wish: Wish | None = None) -> Data:
-    """Load a data set by name or import path, from the folder `root` or the default data root. `wish`: what is asked of
-    a data set of Hugging Face."""
+def load(name: str, root: str | None = None, texts: TextOptions | None = None) -> Data:
+    """Load a data set by name or import path, from the folder `root` or the default data root. `texts`: the options
+    of a data set of Hugging Face."""
     if on_hub(name):
-        return load_hub(name, wish or Wish())
+        return load_hub(name, texts or TextOptions())
     folder = Path(root).expanduser() if root else None
     return load_own(name, folder) if ":" in name else find_data(name).load(folder)

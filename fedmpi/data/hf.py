@@ -40,8 +40,8 @@ NONE = "none"  # --text.label: predict the next token, although there are labels
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What is asked of a data set: the options --text.* and --skew.owner."""
+class TextOptions:
+    """The options --text.* and --skew.owner."""
 
     tokenizer: str | None = None  # or the model whose tokenizer is used
     column: str | None = None
@@ -72,25 +72,25 @@ class Rows:
         return Rows(columns, labels, self.owner[keep])
 
 
-class Source:
-    """A data set of that name, as it is asked for."""
+class TextSource:
+    """The data set of that name, read as the options say."""
 
-    def __init__(self, name: str, wish: Wish) -> None:
-        self.name, self.wish = name, wish
-        self.train, self.test = read_splits(name, wish.test)
+    def __init__(self, name: str, options: TextOptions) -> None:
+        self.name, self.options = name, options
+        self.train, self.test = read_splits(name, options.test)
         self.columns: list[str] = list(self.train.column_names)
         self.tokenised = IDS in self.columns
-        label = label_of(dict.fromkeys(self.columns)) if wish.label is None else wish.label
+        label = label_of(dict.fromkeys(self.columns)) if options.label is None else options.label
         self.label = None if label == NONE else label
-        named = {"--skew.owner": wish.owner, "--text.label": self.label, "--text.column": wish.column}
+        named = {"--skew.owner": options.owner, "--text.label": self.label, "--text.column": options.column}
         for option, column in named.items():
             self.check_column(option, column)
         if self.test is not None and (lacks := [c for c in self.used() if c not in self.test.column_names]):
             raise self.refuse(f"no column '{lacks[0]}' in its test split", "the same columns in both")
-        if wish.pack and (self.label is not None or self.tokenised):
+        if options.pack and (self.label is not None or self.tokenised):
             what = "have tokens already" if self.tokenised else f"are labelled by '{self.label}'"
             raise UserError(f"--text.pack is true, and the texts {what}; leave it out, or add --text.label none")
-        self.tokenizer = None if wish.tokenizer is None else hub.load_tokenizer(wish.tokenizer)
+        self.tokenizer = None if options.tokenizer is None else hub.load_tokenizer(options.tokenizer)
         if self.tokenizer is None and not self.tokenised:
             raise UserError(
                 f"data set '{name}' has texts, and there is no tokenizer for them; give --text.tokenizer hf:FOLDER, or "
@@ -114,10 +114,10 @@ class Source:
 
     def text_column(self) -> str:
         """Return the column of the texts."""
-        if self.wish.column is not None:
-            return self.wish.column
+        if self.options.column is not None:
+            return self.options.column
         texts = [name for name, kind in self.train.features.items() if getattr(kind, "dtype", "") in STRINGS]
-        texts = [name for name in texts if name not in (self.wish.owner, self.label)]
+        texts = [name for name in texts if name not in (self.options.owner, self.label)]
         if "text" in texts or len(texts) == 1:
             return "text" if "text" in texts else texts[0]
         found = f"texts in {', '.join(texts)}" if texts else f"no texts in {', '.join(self.columns)}"
@@ -127,25 +127,25 @@ class Source:
     def length(self) -> int:
         """Return the largest number of tokens of a sample."""
         most = getattr(self.tokenizer, "model_max_length", LENGTH)
-        return self.wish.length or min(LENGTH, int(most))
+        return self.options.length or min(LENGTH, int(most))
 
     def rows(self, table: Any) -> Rows:
         """Return the rows of a split, as tokens."""
         labels = None if self.label is None else list(table[self.label])
         owner = np.zeros(len(table), dtype=np.int64)
-        if self.wish.owner is not None and table is self.train:
-            owner = self.numbered(list(table[self.wish.owner]), f"--skew.owner {self.wish.owner}")
+        if self.options.owner is not None and table is self.train:
+            owner = self.numbered(list(table[self.options.owner]), f"--skew.owner {self.options.owner}")
         if self.tokenised:
             return Rows({c: list(table[c]) for c in INPUTS if c in self.columns}, labels, owner)
         column = self.text_column()
         texts = list(table[column])
         if odd := [i for i, text in enumerate(texts) if not isinstance(text, str)]:
             raise self.refuse(f"{texts[odd[0]]!r:.40} in row {odd[0]} of '{column}'", "a text in every row")
-        whole = {"add_special_tokens": False} if self.wish.pack else {"truncation": True, "max_length": self.length}
+        whole = {"add_special_tokens": False} if self.options.pack else {"truncation": True, "max_length": self.length}
         assert self.tokenizer is not None, "checked above"
         tokens = self.tokenizer(texts, **whole, verbose=False)[IDS]
         found = Rows({IDS: tokens}, labels, owner)
-        if self.wish.pack:
+        if self.options.pack:
             return found
         least = 1 if labels is not None else 2  # of one token there is no next
         keep = np.asarray([len(one) >= least for one in tokens], dtype=bool)
@@ -184,19 +184,20 @@ class Source:
         else:
             held = every_tenth(train.owner)
             if not held.any():
-                least = f"an owner with {TENTH} rows, or" if self.wish.owner else f"{TENTH} rows, or"
+                least = f"an owner with {TENTH} rows, or" if self.options.owner else f"{TENTH} rows, or"
                 raise self.refuse("no test split", f"{least} a split or file named {' or '.join(TESTS[:2])}")
             train, test = train.only(~held), train.only(held)
-            note = f"no test split: every tenth row of {'each client' if self.wish.owner else 'the data'} is held out"
-        if self.wish.pack:
+            whose = "each client" if self.options.owner else "the data"
+            note = f"no test split: every tenth row of {whose} is held out"
+        if self.options.pack:
             train, test = self.packed(train), self.packed(test)
         if not len(train) or not len(test):
             part = "test" if len(train) else "train"
-            least = f"{self.length} tokens in all, for a block" if self.wish.pack else "two tokens or more"
+            least = f"{self.length} tokens in all, for a block" if self.options.pack else "two tokens or more"
             raise self.refuse(f"no {part} sample", f"texts of {least}")
         (x, y), (test_x, test_y) = self.tensors(train, test)
         owner = None
-        if self.wish.owner is not None:
+        if self.options.owner is not None:
             owner = torch.from_numpy(np.unique(train.owner, return_inverse=True)[1].astype(np.int64))
         goal = CAUSAL if train.labels is None else usual(first(x), y[0])
         most = max(int(t.max()) for t in (x[IDS], test_x[IDS])) + 1
@@ -213,9 +214,9 @@ class Source:
         """Return inputs and labels of each part, padded to the longest sample of all."""
         lengths = {len(row) for part in parts for row in part.columns[IDS]}
         longest, fill = max(lengths), {name: 0 for name in INPUTS}
-        if len(lengths) > 1 and self.tokenizer is not None and self.wish.tokenizer is not None:
+        if len(lengths) > 1 and self.tokenizer is not None and self.options.tokenizer is not None:
             why = "a batch of texts of different lengths"
-            fill[IDS] = hub.padding(self.tokenizer, self.wish.tokenizer, self.wish.pad, why)
+            fill[IDS] = hub.padding(self.tokenizer, self.options.tokenizer, self.options.pad, why)
         made = []
         for part, labels in zip(parts, self.numbers([part.labels for part in parts], longest), strict=True):
             x = {name: filled(column, longest, fill[name]).int() for name, column in part.columns.items()}
@@ -250,9 +251,9 @@ class Source:
 STRINGS = ("string", "large_string")  # types of columns
 
 
-def load_hub(name: str, wish: Wish) -> Arrays:
+def load_hub(name: str, options: TextOptions) -> Arrays:
     """Load the data set of that name."""
-    return Source(name, wish).arrays()
+    return TextSource(name, options).arrays()
 
 
 def read_splits(name: str, wanted: str | None) -> tuple[Any, Any]:

@@ -36,7 +36,7 @@ from ..data import (
     Data,
     Ints,
     Partition,
-    Wish,
+    TextOptions,
     assign_styles,
     check_weights,
     find_data,
@@ -160,9 +160,10 @@ def check_texts(cfg: Config, given: Overrides) -> None:
         if hub.on_hub(name):
             hub.check_installed(f"{option} {name}")
     if given.data is not None or not hub.on_hub(cfg.data):
-        wished = {f"--text.{name}": one for name, one in vars(cfg.text).items() if name not in ("tokenizer", "pad")}
-        wished["--skew.owner"] = cfg.skew.owner
-        if unread := [name for name, one in wished.items() if one]:
+        read = {"pad": hub.on_hub(cfg.model), "tokenizer": cfg.generate is not None}
+        asked = {f"--text.{name}": one for name, one in vars(cfg.text).items() if not read.get(name)}
+        asked["--skew.owner"] = cfg.skew.owner
+        if unread := [name for name, one in asked.items() if one]:
             raise UserError(f"{unread[0]} is for --data hf:..., and --data is {cfg.data}; leave it out")
     elif cfg.split == "natural" and cfg.skew.owner is None:
         raise UserError("split 'natural' of --data hf:... needs --skew.owner, the column whose values name the clients")
@@ -180,9 +181,9 @@ def tokenizer_name(cfg: Config, given: Overrides) -> str | None:
     return f"{hub.HUB}{home}" if home and (Path(home) / "tokenizer_config.json").exists() else None
 
 
-def wish_of(cfg: Config, given: Overrides) -> Wish:
-    """Return what is asked of a data set of Hugging Face."""
-    return Wish(**{**vars(cfg.text), "tokenizer": tokenizer_name(cfg, given)}, owner=cfg.skew.owner)
+def text_options(cfg: Config, given: Overrides) -> TextOptions:
+    """Return the options of a data set of Hugging Face."""
+    return TextOptions(**{**vars(cfg.text), "tokenizer": tokenizer_name(cfg, given)}, owner=cfg.skew.owner)
 
 
 def by_real_names(cfg: Config, given: Overrides) -> Config:
@@ -283,7 +284,7 @@ def build_meta(meta: Meta) -> MetaStep | None:
 
 def load_data(cfg: Config, given: Overrides = NOTHING) -> tuple[Data, Partition, Ints]:
     """Return the data set, who has which part of it, and the meta set: what no client has, or every client too."""
-    data = load(cfg.data, cfg.data_root, wish_of(cfg, given)) if given.data is None else given.data
+    data = load(cfg.data, cfg.data_root, text_options(cfg, given)) if given.data is None else given.data
     needed = cfg.split in LABELLED or bool(cfg.meta.size and cfg.meta.weights)
     y = data.class_labels(needed)
     if y is None:

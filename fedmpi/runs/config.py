@@ -130,7 +130,7 @@ class Skew:
     owners: str = knob("choose", choices=("choose", "merge"))
     """If there are fewer clients than writers or roles: choose some of them, or merge them (split natural)."""
     owner: str | None = None
-    """Column of --data hf:... whose values name the clients (split natural)."""
+    """Column of --data hf:... whose values name the clients (split natural). Default: none."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Text:
     """Join the texts of each client and cut them into blocks of --text.length tokens; the rest of a client's last block
     is dropped."""
     pad: str | None = None
-    """Token to pad with, if the tokenizer has none: eos, or a token of its vocabulary."""
+    """Token to pad with, if the tokenizer has none: eos, or a token of its vocabulary. Default: none."""
     tokenizer: str | None = None
     """Folder or name of the tokenizer, as hf:NAME_OR_FOLDER. Default: that of --model."""
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hub_box import END, LETTERS, POSITIONS, TOKENS, save_tokenizer, spoken, write_rows
 
-from fedmpi.data import Arrays, Wish, load
+from fedmpi.data import Arrays, TextOptions, load
 from fedmpi.data.hf import every_tenth
 from fedmpi.data.objective import CAUSAL, CLASSIFY, REGRESS
 from fedmpi.errors import UserError
@@ -36,8 +36,8 @@ def tokenizer(tmp_path: Path) -> str:
     return f"hf:{tmp_path / 'tokenizer'}"
 
 
-def loaded(name: str, **wish: Any) -> Arrays:
-    data = load(name, wish=Wish(**wish))
+def loaded(name: str, **options: Any) -> Arrays:
+    data = load(name, texts=TextOptions(**options))
     assert isinstance(data, Arrays)
     return data
 
@@ -46,9 +46,9 @@ def text_of(ids: torch.Tensor) -> str:
     return "".join(["/", *LETTERS][i] for i in ids.tolist())
 
 
-def refusal(name: str, **wish: Any) -> str:
+def refusal(name: str, **options: Any) -> str:
     with pytest.raises(UserError) as caught:
-        loaded(name, **wish)
+        loaded(name, **options)
     return str(caught.value)
 
 
@@ -172,27 +172,27 @@ def test_tokens_are_used_as_they_are(tmp_path: Path, tokenizer: str) -> None:
 
 def test_wrong_data_are_refused_with_what_is_there(tmp_path: Path, tokenizer: str) -> None:
     name = write_rows(tmp_path / "play.jsonl", spoken())
-    wish = {"tokenizer": tokenizer}
-    assert refusal(name, **wish, owner="speaker").startswith(
+    options = {"tokenizer": tokenizer}
+    assert refusal(name, **options, owner="speaker").startswith(
         f"--skew.owner is 'speaker', and '{name}' has no such column; it has text, role"
     )
-    assert "--text.label is 'kind'" in refusal(name, **wish, label="kind")
-    assert "--text.column is 'body'" in refusal(name, **wish, column="body")
-    assert "--text.test is 'dev', and" in refusal(name, **wish, test="dev")
-    assert "1 in row 0 of 'long'; it needs a text in every row" in refusal(name, **wish, column="long")
-    assert "has no padding token, and a batch of texts of different lengths needs one; give" in refusal(name, **wish)
+    assert "--text.label is 'kind'" in refusal(name, **options, label="kind")
+    assert "--text.column is 'body'" in refusal(name, **options, column="body")
+    assert "--text.test is 'dev', and" in refusal(name, **options, test="dev")
+    assert "1 in row 0 of 'long'; it needs a text in every row" in refusal(name, **options, column="long")
+    assert "has no padding token, and a batch of texts of different lengths needs one; give" in refusal(name, **options)
     assert "there is no tokenizer for them" in refusal(name)
-    assert "the texts are labelled by 'role'" in refusal(name, **wish, label="role", pack=True)
+    assert "the texts are labelled by 'role'" in refusal(name, **options, label="role", pack=True)
     few = write_rows(tmp_path / "few.jsonl", spoken(2))
-    assert "no test split; it needs 10 rows, or a split" in refusal(few, **wish)
-    assert "no test split; it needs an owner with 10 rows" in refusal(few, **wish, owner="role")
-    assert "for a block" in refusal(write_rows(tmp_path / "b.jsonl", [{"text": "ab"}] * 10), **wish, pack=True)
+    assert "no test split; it needs 10 rows, or a split" in refusal(few, **options)
+    assert "no test split; it needs an owner with 10 rows" in refusal(few, **options, owner="role")
+    assert "for a block" in refusal(write_rows(tmp_path / "b.jsonl", [{"text": "ab"}] * 10), **options, pack=True)
     two = write_rows(tmp_path / "two.jsonl", [{"a": "x", "b": "y"}] * 10)
-    assert "texts in a, b; it needs one column of texts, named by --text.column" in refusal(two, **wish)
+    assert "texts in a, b; it needs one column of texts, named by --text.column" in refusal(two, **options)
     mixed = write_rows(tmp_path / "mixed.jsonl", [{"text": "ab", "label": "x" if i else None} for i in range(10)])
-    assert "labels of NoneType and str in 'label'" in refusal(mixed, **wish)
+    assert "labels of NoneType and str in 'label'" in refusal(mixed, **options)
     gap = write_rows(tmp_path / "gap.jsonl", [{"text": "ab", "who": "x" if i else None} for i in range(10)])
-    assert "values of NoneType and str in --skew.owner who" in refusal(gap, **wish, owner="who")
+    assert "values of NoneType and str in --skew.owner who" in refusal(gap, **options, owner="who")
 
 
 def test_data_that_are_not_there_are_refused_at_once(tmp_path: Path, tokenizer: str) -> None:

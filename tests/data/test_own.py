@@ -240,7 +240,7 @@ def test_datasets_refuses_invalid_fields(fields: dict[str, Any], given: str) -> 
 @pytest.mark.parametrize("owner", [list("aabbcc"), [0, 0, 0, 1, 1, -1]])
 def test_owners_must_be_numbers_from_0(owner: Any) -> None:
     with pytest.raises(UserError, match="owner"):
-        load_data(natural(), Datasets(plain(), plain(), name="mine", owner=owner))
+        load_data(natural(), Overrides(Datasets(plain(), plain(), name="mine", owner=owner)))
 
 
 def natural() -> Config:
@@ -554,7 +554,7 @@ def first_weights(data: Any, out: Path, model: Any, seed: int) -> Tensor:
     """The weights that a model by name starts with, by the run that it makes."""
     cfg = Config(data="mine", split="iid", clients=4, cohort=2, rounds=1, seed=seed, log_to="none", out=str(out))
     spec = prepare(cfg, Overrides(data, model))
-    loaded, partition, meta = load_data(spec.cfg, data)
+    loaded, partition, meta = load_data(spec.cfg, Overrides(data))
     _, task = make_task(spec, loaded, partition, meta, 1, CPU)
     return task.start()[0]
 

@@ -369,7 +369,6 @@ def test_mistakes_are_one_message_and_exit_code_2(
         (["--generate", "a", "--out", str(out)], "--generate needs a tokenizer"),
         (["--generate", "a", "--text.tokenizer", model, "--out", str(out)], "--generate needs a language model"),
         ([*usual, "--generate", "a" * 32], "--generate has 32 tokens, and '"),
-        ([*usual, "--generate", ""], "--generate has 0 tokens, and '"),
         ([*usual, "--text.label", "long", "--generate", "a"], "--generate needs a language model"),
         (["--skew.owner", "role", "--out", str(out)], "--skew.owner is for --data hf:"),
         (["--text.pack", "true", "--out", str(out)], "--text.pack is for --data hf:"),
@@ -380,9 +379,13 @@ def test_mistakes_are_one_message_and_exit_code_2(
         assert main(["train", *options]) == 2, message
         said = capsys.readouterr().err
         assert message in said.splitlines()[-1] and said.count("fedmpi: ") == 1 and not out.exists(), said
-    monkeypatch.setattr(hub, "PACKAGES", (*hub.PACKAGES, "no_such_package"))
+    with pytest.raises(UserError, match="--generate has 0 tokens, and .* can continue 1 to 31; give another text"):
+        text = {"label": "none", "pad": "eos"}
+        fedmpi.train(model, play, split="iid", clients=2, cohort=2, text=text, generate="", quiet=True)
+    find = hub.importlib.util.find_spec
+    monkeypatch.setattr(hub.importlib.util, "find_spec", lambda name: None if name == "peft" else find(name))
     assert main(["train", *usual]) == 2
-    assert capsys.readouterr().err.endswith("which is not installed; pip install 'fedmpi[llm]'\n")
+    assert capsys.readouterr().err.endswith("needs peft, which is not installed; pip install 'fedmpi[llm]'\n")
 
 
 def test_an_attack_rebuilds_a_run_with_an_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

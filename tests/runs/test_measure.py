@@ -138,7 +138,7 @@ def test_an_unknown_measurement_is_exit_code_2_and_leaves_nothing(capsys: pytest
     said = capsys.readouterr()
     assert said.out == "" and said.err == (
         "fedmpi: unknown measurement (--evaluate) 'clinets'; did you mean 'clients'? known: agreement, clients, gap, "
-        "membership, none, top5, or your own as package.module:name\n"
+        "membership, none, perplexity, top5, or your own as package.module:name\n"
     )
     assert not Path("run").exists()
 
