@@ -57,11 +57,13 @@ def offline() -> Iterator[None]:
     with _lock, warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=FutureWarning)  # of one library about another
         bars = datasets is not None and not datasets.are_progress_bars_disabled()
+        level = None if datasets is None else datasets.logging.get_verbosity()
         before = constants.HF_HUB_OFFLINE, logs.get_verbosity(), logs.is_progress_bar_enabled()
         constants.HF_HUB_OFFLINE = True
         logs.set_verbosity_error()
         logs.disable_progress_bar()
-        if bars:
+        if datasets is not None:
+            datasets.logging.set_verbosity_error()
             datasets.disable_progress_bars()
         try:
             yield
@@ -72,6 +74,8 @@ def offline() -> Iterator[None]:
                 logs.enable_progress_bar()
             if bars:
                 datasets.enable_progress_bars()
+            if datasets is not None:
+                datasets.logging.set_verbosity(level)
 
 
 def read(what: str, work: Callable[[], T]) -> T:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ def test_empty_texts_are_left_out(tmp_path: Path, tokenizer: str) -> None:
 # Files and splits
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "folder", "disk", "one on disk", "cache"])
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "folder", "disk", "one on disk", "cache", "prepared"])
 def test_all_kinds_of_files_have_the_same_texts(kind: str, tmp_path: Path, tokenizer: str) -> None:
     import datasets
 
@@ -123,6 +124,16 @@ def test_all_kinds_of_files_have_the_same_texts(kind: str, tmp_path: Path, token
             datasets.DatasetDict(made).save_to_disk(place)
         elif kind == "one on disk":
             datasets.Dataset.from_list(rows * 4).save_to_disk(place)
+        elif kind == "prepared":  # as `datasets` keeps what it has made of a downloaded data set
+            datasets.load_dataset("json", data_files=write_rows(tmp_path / "rows.jsonl", rows * 4)[3:])
+            (made_of,) = (path for path in (tmp_path / "prepared" / "json").glob("*/0.0.0/*") if path.is_dir())
+            place = tmp_path / "prepared" / "me___plays" / "default" / "0.0.0" / "abc"
+            place.parent.mkdir(parents=True)
+            made_of.rename(place)
+            (place / "json-train.arrow").rename(place / "plays-train.arrow")
+            about = json.loads((place / "dataset_info.json").read_text())
+            about |= {"builder_name": "plays", "dataset_name": "plays"}
+            (place / "dataset_info.json").write_text(json.dumps(about))
         elif kind in ("folder", "cache"):
             if kind == "cache":
                 kept = tmp_path / "cache" / "datasets--me--plays"
@@ -136,7 +147,11 @@ def test_all_kinds_of_files_have_the_same_texts(kind: str, tmp_path: Path, token
             whole = datasets.Dataset.from_list(rows * 4)
             {"jsonl": whole.to_json, "csv": whole.to_csv, "parquet": whole.to_parquet}[kind](place)
     data = loaded(
-        "hf:me/plays" if kind == "cache" else f"hf:{place}", tokenizer=tokenizer, pad="eos", label="none", column="text"
+        "hf:me/plays" if kind in ("cache", "prepared") else f"hf:{place}",
+        tokenizer=tokenizer,
+        pad="eos",
+        label="none",
+        column="text",
     )
     first = data.x["input_ids"][0][data.x["attention_mask"][0] == 1]
     assert text_of(first) == rows[0]["text"]
