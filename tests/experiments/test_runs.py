@@ -79,6 +79,10 @@ def test_an_older_version_has_all_the_knobs_of_today(name: str) -> None:
         "checkpoint.every",
         "local.freeze",
         "local.private",
+        "lora",
+        "generate",
+        "skew.owner",
+        *(f"text.{name}" for name in ("column", "label", "test", "length", "pad", "tokenizer")),
     }, "what an algorithm fills in is filled in, also where its version had no such knob"
 
 
