@@ -347,7 +347,7 @@ def find_start(
         torch.set_num_threads(found.about["config"]["threads"])
     with agreed(comm):
         if comm.rank == 0 and found.round < cfg.rounds:
-            for name in (FINISHED, folder.ATTACK):
+            for name in (FINISHED, folder.ATTACK, folder.MERGED, folder.GENERATED):
                 folder.remove(out / name)
     return found
 

@@ -185,6 +185,10 @@ def test_a_finished_run_is_a_folder_for_peft_with_the_same_logits(tmp_path: Path
     assert kinds <= {".json", ".jsonl", ".safetensors", ".yaml"}, "no pickle, and nothing written aside is left"
     config = json.loads((tmp_path / "run" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (4, 8, model[3:])
+    before = sha256(tmp_path / "run" / ADAPTER)
+    train_on(SoloComm(), [*options, "--rounds", "4", "--resume", "force", "--export", "adapter"])
+    assert not (tmp_path / "run" / "merged").exists(), "it was that of an earlier round"
+    assert sha256(tmp_path / "run" / ADAPTER) != before
 
 
 @pytest.mark.parametrize("private", [False, True])
