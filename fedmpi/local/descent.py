@@ -23,7 +23,7 @@ from ..errors import UserError
 from ..knobs import LocalKnobs
 from ..schedules import Rate, as_rate, make_rate
 from .job import Job, Piece
-from .optimizers import Advance, OwnSteps, find_optimizer
+from .optimizers import OwnSteps, find_optimizer
 
 Pull = Callable[[Tensor, Tensor], object]
 """(g_P, x_P): changes the gradient g_P in place before the step from x_P"""
@@ -69,42 +69,32 @@ class Descent:
 
     def run(self, job: Job, pull: Pull | None = None, last: bool = False) -> Stepped:
         """Train `job.x_P` over the job's batches; return the last gradient if it is asked for."""
-        lr, factors = self.rate(job), list[float]()
-        as_it_is = pull is None and self.clip is None and not self.weight_decay and self.accumulate == 1
-        if self.other is None and as_it_is and not last:
-            for (batch,), factor in self.steps_of(job):
-                self.step_by_pieces(job, job.pieces(batch), lr * factor, first=not factors)
-                factors.append(factor)
-            return Stepped(None, factors)
-        step, g_P = self.sgd(job, lr) if self.other is None else self.other.begin(job, lr), None
+        lr, factors, g_P = self.rate(job), list[float](), None
+        other = None if self.other is None else self.other.begin(job, lr)
+        changed = pull is not None or self.clip is not None or self.weight_decay or self.accumulate > 1
         for batches, factor in self.steps_of(job):
-            g_P = self.gradient(job, batches, pull)
-            step(g_P, factor)
+            if other is None and not changed and not last:
+                pieces = job.pieces(batches[0])
+            else:
+                g_P = self.gradient(job, batches, pull)
+                pieces = [Piece(slice(0, len(g_P)), g_P)]
+            if other is None:
+                self.step(job, pieces, lr * factor, first=not factors)
+            else:
+                other(pieces[0].g, factor)
             factors.append(factor)
         return Stepped(g_P, factors)
 
-    def step_by_pieces(self, job: Job, pieces: Iterable[Piece], lr: float, first: bool) -> None:
-        """Take a step as `sgd` does, with a gradient in pieces: each part of the vectors passes the cache once."""
+    def step(self, job: Job, pieces: Iterable[Piece], lr: float, first: bool) -> None:
+        """Take a step of SGD, in place. The momentum is in `job.delta_P` meanwhile: page faults on fresh memory of a
+        large model cost more than a step's arithmetic on it. Pieces of a gradient pass the cache once."""
         for at, g in pieces:
             v = job.delta_P[at] if self.momentum else g
-            if self.momentum and first:
+            if self.momentum and first:  # from zero: the first gradient is the first v
                 v.copy_(g)
             elif self.momentum:
                 torch.add(g, v, alpha=self.momentum, out=v)
             job.x_P[at].sub_(v, alpha=lr)
-
-    def sgd(self, job: Job, lr: float) -> Advance:
-        """Return what takes a step of `job.x_P`. The momentum is in `job.delta_P` meanwhile: page faults on fresh
-        memory of a large model cost more than a step's arithmetic on it. (torch's fused step takes no less time.)"""
-        v_P: Tensor | None = None
-
-        def step(g_P: Tensor, factor: float) -> None:
-            nonlocal v_P
-            if self.momentum:  # from zero: the first gradient is the first v
-                v_P = job.delta_P.copy_(g_P) if v_P is None else torch.add(g_P, v_P, alpha=self.momentum, out=v_P)
-            job.x_P.sub_(g_P if v_P is None else v_P, alpha=lr * factor)
-
-        return step
 
     def gradient(self, job: Job, batches: Sequence[Any], pull: Pull | None = None) -> Tensor:
         """Return the mean gradient of the batches at `job.x_P` as a step uses it."""

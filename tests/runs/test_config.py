@@ -22,6 +22,7 @@ from fedmpi.algorithms import ALGORITHMS
 from fedmpi.data.splits import OWNERS
 from fedmpi.errors import UserError
 from fedmpi.local import RULES as LOCAL_RULES
+from fedmpi.local import Piece
 from fedmpi.masks import MASKS
 from fedmpi.plugins.knobs import Bounds, check_bounds, knobs
 from fedmpi.runs.build import build, resolve
@@ -381,6 +382,9 @@ class Slope:
 
     def grad(self, x_P: torch.Tensor, batch: int) -> torch.Tensor:
         return x_P.clone()
+
+    def pieces(self, batch: int) -> list[Piece]:
+        return [Piece(slice(0, 1), self.grad(self.x_P, batch))]
 
     def without_side_effects(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
