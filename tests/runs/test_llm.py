@@ -83,6 +83,9 @@ def result(out: Path) -> str:
 
 # The same bits
 
+ADAMW = "--local.optimizer adamw --local.lr 0.02 --local.weight_decay 0.01 --local.accumulate 2".split()
+ADAMW += "--local.step_schedule warmup:1 --local.clip 1".split()
+
 
 @pytest.mark.parametrize("mask", ["mean", "gma"])
 def test_an_adapter_on_a_bf16_base_has_the_same_bits_on_any_number_of_ranks(
@@ -90,7 +93,7 @@ def test_an_adapter_on_a_bf16_base_has_the_same_bits_on_any_number_of_ranks(
 ) -> None:
     model = save_model(tmp_path / "model", **STILL)
     options = {
-        ranks: words(model, play, tmp_path / f"on-{ranks}", "--lora", "r=4,base=bf16", "--mask", mask)
+        ranks: words(model, play, tmp_path / f"on-{ranks}", "--lora", "r=4,base=bf16", "--mask", mask, *ADAMW)
         for ranks in (1, 2, 3)
     }
     train_on(SoloComm(), options[1])
@@ -110,7 +113,7 @@ def test_an_adapter_on_a_bf16_base_has_the_same_bits_on_any_number_of_ranks(
 @pytest.mark.processes
 def test_dropout_and_a_resume_on_another_number_of_ranks(gloo: Callable[..., None], tmp_path: Path, play: str) -> None:
     model = save_model(tmp_path / "model")
-    lora = ("--lora", "r=4,base=bf16,dropout=0.2", "--mask", "gma", "--resume", "force")
+    lora = ("--lora", "r=4,base=bf16,dropout=0.2", "--mask", "gma", "--resume", "force", *ADAMW)
     train_on(SoloComm(), words(model, play, tmp_path / "1", *lora))
     gloo(2, train_on, words(model, play, tmp_path / "2-then-1", *lora, "--rounds", "1"))
     train_on(SoloComm(), words(model, play, tmp_path / "2-then-1", *lora))
@@ -120,7 +123,7 @@ def test_dropout_and_a_resume_on_another_number_of_ranks(gloo: Callable[..., Non
 @pytest.mark.launchers
 def test_two_mpi_ranks_have_the_bits_of_one(tmp_path: Path, play: str, mpiexec: list[str]) -> None:
     model = save_model(tmp_path / "model")
-    options = ["--lora", "ffa,r=4,base=bf16,dropout=0.2", "--mask", "gma"]
+    options = ["--lora", "ffa,r=4,base=bf16,dropout=0.2", "--mask", "gma", *ADAMW]
     assert main(["train", *words(model, play, tmp_path / "1", *options)]) == 0
     command = [*mpiexec, "-n", "2", sys.executable, "-m", "mpi4py", "-m", "fedmpi", "train", "--comm", "mpi"]
     done = subprocess.run(
