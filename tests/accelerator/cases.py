@@ -18,6 +18,7 @@ SMALL = "--data glyphs --clients 150 --cohort 4 --rounds 2 --local.steps 2 --thr
 SMALL += " --eval.samples 50 --local.batch 16 --checkpoint.keep 0"
 NAMED = "fedavg fedavgm fedprox fednova fedadam fedyogi fedadagrad uga fedmeta fedmeta-uga fedgma2021"
 HERE = "tests.accelerator.cases"
+PLAIN = "--step.layout contiguous"  # where a model of the user's own has it on a CPU only
 
 CASES: dict[str, str] = {name: f"--algorithm {name} --mask gma" for name in NAMED.split()}
 CASES["fednova"] += " --local.work uniform:0.3,1.0"
@@ -29,12 +30,12 @@ CASES |= {
     "sand": "--mask sand",
     "dropout": "--model cnn",
     "logistic": "--model logistic --local.clip 1.0",
-    "batchnorm": f"--model {HERE}:batch_norm --evaluate clients,agreement,gap",
+    "batchnorm": f"--model {HERE}:batch_norm {PLAIN} --evaluate clients,agreement,gap",
     "recurrent": f"--data {HERE}:sequences --split iid --model gru",
     "recurrent-uga": f"--data {HERE}:sequences --split iid --model gru --algorithm uga --local.lr 0.05",
     "augmented": "--augment crop:2+flip",
-    "dataset": f"--data {HERE}:dataset --split iid --model {HERE}:batch_norm",
-    "dataset-workers": f"--data {HERE}:dataset --split iid --model {HERE}:batch_norm --workers 1",
+    "dataset": f"--data {HERE}:dataset --split iid --model {HERE}:batch_norm {PLAIN}",
+    "dataset-workers": f"--data {HERE}:dataset --split iid --model {HERE}:batch_norm {PLAIN} --workers 1",
     "data-on-host": "--data_on host --augment flip",
     "bf16": "--step.precision bf16",
     "together": "--step.together 2",
