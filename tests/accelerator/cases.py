@@ -28,6 +28,7 @@ CASES |= {
     "mean": "--mask mean",
     "and": "--mask and",
     "sand": "--mask sand",
+    "adamw": "--local.optimizer adamw --local.lr 0.001 --local.accumulate 2",
     "dropout": "--model cnn",
     "logistic": "--model logistic --local.clip 1.0",
     "batchnorm": f"--model {HERE}:batch_norm {PLAIN} --evaluate clients,agreement,gap",
