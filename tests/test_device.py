@@ -168,3 +168,8 @@ def test_mps_is_found_by_its_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not mps_runs()
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/tmp/mps")
     assert mps_runs()
+
+
+def test_no_test_has_brought_the_pretend_device_into_this_process() -> None:
+    """It would be the device of every other test."""
+    assert not hasattr(torch, "pretend")

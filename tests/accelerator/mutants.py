@@ -11,9 +11,8 @@ import importlib.util
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-
-from tests.accelerator import run
 
 MUTANTS = {
     "none": ("", ""),
@@ -25,7 +24,7 @@ MUTANTS = {
 }
 
 
-def fork(number: int, source: str, path: str) -> None:
+def fork(run: Callable[[], object], number: int, source: str, path: str) -> None:
     """Run fedmpi with this source of `fedmpi/device.py`, in a process and a folder of its own."""
     os.mkdir(str(number))
     if pid := os.fork():
@@ -39,7 +38,7 @@ def fork(number: int, source: str, path: str) -> None:
 
         fedmpi.device = module  # type: ignore[attr-defined]
         exec(compile(source, path, "exec"), module.__dict__)
-        run.main()
+        run()
     except BaseException:
         traceback.print_exc()
     finally:
@@ -50,12 +49,14 @@ def fork(number: int, source: str, path: str) -> None:
 
 def main() -> None:
     """Run fedmpi with each fault."""
+    from tests.accelerator import run  # here: it registers the device, and a test imports this file
+
     path = Path(__file__).parents[2] / "fedmpi/device.py"
     source = path.read_text(encoding="utf-8")
     for name, (before, _) in MUTANTS.items():
         assert not before or source.count(before) == 1, f"{name}: the line is not there any more"
     for number, (before, after) in enumerate(MUTANTS.values()):
-        fork(number, source.replace(before, after) if before else source, str(path))
+        fork(run.main, number, source.replace(before, after) if before else source, str(path))
 
 
 if __name__ == "__main__":
