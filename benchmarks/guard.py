@@ -60,7 +60,7 @@ class Calls(TorchDispatchMode):
 
 def calls_in_a_step() -> float:
     """Operations of torch in a step of LeNet by the default path, a client's beginning and end shared out."""
-    case = step.make_case("lenet")
+    case = step.make_case("lenet", step.CPU)
     client = step.by_fedmpi(case, case.task(channels_last=True))
     client()
     with Calls() as calls:
@@ -70,13 +70,13 @@ def calls_in_a_step() -> float:
 
 def step_ratio() -> float:
     """A step of LeNet by the default path to one of the plain loop."""
-    rows = step.measure("lenet", ["channels_last"], seconds=4.0)
+    rows = step.measure("lenet", ["channels_last"], 4.0, step.CPU)
     return next(float(str(row["ratio"])) for row in rows if row["default"])
 
 
 def verbs_in_a_round() -> dict[str, int]:
     """How often a rank of two speaks in a round of FedAvg."""
-    case = step.make_case("lenet")
+    case = step.make_case("lenet", step.CPU)
     counted: Counter[str] = Counter()
     lock = threading.Lock()
 

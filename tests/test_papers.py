@@ -148,6 +148,7 @@ def test_a_resnet_has_the_same_bits_on_one_and_two_ranks(model: str, tmp_path: P
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_gru_learns_more_of_shakespeare_than_how_often_letters_occur(root: Path, tmp_path: Path) -> None:
     """By role, scored on roles that did not train: better than always answering the commonest character, and than

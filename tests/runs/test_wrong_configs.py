@@ -229,13 +229,13 @@ def as_file(mistake: Mistake, nested: bool) -> bytes:
     return yaml.safe_dump(tree, sort_keys=False).encode("utf-8", "surrogatepass")
 
 
-@many(1300)
+@many(900)
 @given(mistake=several(), joined=st.booleans())
 def test_wrong_options(mistake: Mistake, joined: bool) -> None:
     refused(*as_options(mistake, joined))
 
 
-@many(1000)
+@many(700)
 @given(mistake=several(), nested=st.booleans(), options=st.booleans())
 def test_wrong_files(mistake: Mistake, nested: bool, options: bool) -> None:
     """All in a file, or the last of it as an option next to the file."""
