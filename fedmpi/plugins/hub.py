@@ -36,7 +36,8 @@ def on_hub(name: str | None) -> bool:
 def check_installed(what: str, names: Sequence[str] = PACKAGES) -> None:
     """Refuse an option that needs the extra if one of these packages is missing. Nothing is imported."""
     if missing := [name for name in names if importlib.util.find_spec(name) is None]:
-        raise UserError(f"{what} needs {' and '.join(missing)}, which is not installed; pip install 'fedmpi[llm]'")
+        are = "is" if len(missing) == 1 else "are"
+        raise UserError(f"{what} needs {' and '.join(missing)}, which {are} not installed; pip install 'fedmpi[llm]'")
 
 
 def package(name: str) -> Any:
