@@ -8,7 +8,7 @@ frozen. Every speaker has a favourite subject of its own. From the root of the c
     mpiexec -n 2 python -m mpi4py examples/lora_gpt2.py
 
 All of them print the same adapter, to the last bit. With a folder as argument, the script writes the base model, its
-tokenizer and the lines there, for `fedmpi train --model hf:... --data hf:...`: docs/transformers.md goes on from there.
+tokenizer and the lines there, for `fedmpi train --model hf:... --data hf:...`: docs/transformers.md continues there.
 """
 
 from __future__ import annotations

@@ -210,6 +210,7 @@ class Seat(Task):
         self.x_N, self.delta_N, self.grad_T = whole.x_KN[row], whole.delta_KN[row], whole.grad_KP[row]
         self.x_T, self.delta_T = self.x_N[: self.layout.params], self.delta_N[: self.layout.params]
         self.attach()
+        self.large = set()  # gradients come from the stack, through `gradient`
         self.forward = self.mode.forward(self.model, self.device)
 
     def assign(self, cid: int, train: Callable[[Trainer, int], Any]) -> None:

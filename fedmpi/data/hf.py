@@ -262,6 +262,8 @@ def read_splits(name: str, wanted: str | None) -> tuple[Any, Any]:
     place = Path(name.removeprefix(hub.HUB)).expanduser()
 
     def read() -> Any:
+        if place.suffix in KINDS and not place.exists():
+            raise UserError(f"{what}: there is no file '{place}'; give one, or a folder of such files")
         if place.is_file():
             if place.suffix not in KINDS:
                 raise UserError(f"{what} is no file of {', '.join(KINDS)}; convert it, or give a folder of such files")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fedmpi.clients import task as clients_task
 from fedmpi.clients.task import Task
+from fedmpi.clients.together import Together
 from fedmpi.clients.training import Start
 from fedmpi.cohort import Work
 from fedmpi.local import sgd
@@ -79,3 +80,19 @@ def test_steps_by_pieces_have_the_bits_of_steps_by_the_whole_vector(channels_las
         moved.append((job.x_P.clone(), job.delta_P.clone(), job.loss_sum.clone()))
     assert all(torch.equal(a, b) for a, b in zip(*moved, strict=True))
     assert not torch.equal(moved[0][0], job.start_P)
+
+
+@pytest.mark.usefixtures("small")
+def test_a_stack_of_clients_still_computes_large_gradients_at_once() -> None:
+    torch.manual_seed(3)
+    stack = Together(Uneven(), arrays(), partition(), seed=11, device=CPU, clients=2)
+    model_N, ints = stack.start()
+    alone, computed = stack.stacked, list[int]()
+    stack.stacked = lambda rows, pairs: (computed.append(len(rows)), alone(rows, pairs))[1]  # type: ignore[method-assign]
+
+    def train(place: Any, cid: int) -> Any:
+        return sgd(0.1)(place.job(Start(model_N, ints, 1, cid, Work(steps=2, batch=4), {}, {})))
+
+    with torch.no_grad():
+        assert len(list(stack.each([2, 4], train))) == 2
+    assert computed == [2, 2]
