@@ -305,3 +305,26 @@ def test_a_pattern_that_matches_nothing_is_refused(tmp_path: Path) -> None:
         attempt(tuned(), tmp_path, freeze="haed")
     with pytest.raises(UserError, match="no trainable parameter"):
         attempt(tuned(), tmp_path, freeze="*")
+
+
+class Eight(nn.Module):
+    """A base of whole numbers with a scale, as 8-bit quantisation keeps it, and a trained head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        codes = torch.randint(-127, 128, (8, 4), dtype=torch.int8, generator=torch.Generator().manual_seed(0))
+        self.codes, self.head = nn.Parameter(codes, requires_grad=False), nn.Linear(8, 3)
+        self.register_buffer("scale", torch.full((8, 1), 0.01, dtype=torch.float16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(torch.relu(x @ (self.codes.float() * self.scale.float()).t()))
+        return logits
+
+
+def test_a_base_of_eight_bits_is_still() -> None:
+    rng = torch.Generator().manual_seed(1)
+    x = torch.randn(40, 4, generator=rng)
+    pair = x, (x.sum(1) > 0).long()
+    result = fedmpi.train(Eight(), [pair, pair], pair, rounds=3, lr=0.1, threads=1, quiet=True)
+    assert result.model.codes.dtype == torch.int8 and torch.equal(result.model.codes, Eight().codes)
+    assert result.reports[-1]["client_bytes_up"] == 2 * 4 * (8 * 3 + 3), "the head alone travels"
