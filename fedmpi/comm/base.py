@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CommonError, FileError, UserError, of_path
+from .links import Links
 
 if TYPE_CHECKING:
     from .node import Node
@@ -69,13 +70,15 @@ class Update:
 
 
 class Comm(ABC):
-    """One rank's endpoint of a transport. `sent` counts the payload bytes this rank has provided to others."""
+    """One rank's endpoint of a transport. `sent` counts the payload bytes this rank has provided to others. A rank is a
+    node of its own until `share_node`."""
 
     name: str
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.sent = 0
+        self.links = Links.apart(rank, size)
         self.node: Node | None = None
 
     @property

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from .leftovers import MEMORY, in_use, sweep
+from .links import Links
 
 if TYPE_CHECKING:
     from .base import Comm
@@ -41,6 +42,7 @@ def share_node(comm: Comm, node: int | None = None) -> None:
         ranks = ranks_by_node(comm, this_node() if node is None else node)
         token = torch.frombuffer(bytearray(os.urandom(8)), dtype=torch.int64).clone()
         comm.broadcast(token)  # makes the name unguessable
+        comm.links = Links(comm.rank, ranks)
         comm.node = Node(comm, ranks, MEMORY / f"fedmpi-{int(token) & (2**63 - 1):x}")
         if comm.node.leads:
             sweep()
