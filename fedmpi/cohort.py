@@ -7,7 +7,7 @@ a client is hosted. Uneven work: stragglers run fewer steps than asked (FedProx'
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,6 +80,10 @@ class Cohort:
     def most_on_a_rank(self) -> int:
         """Return the largest number of clients that one rank hosts."""
         return int(np.bincount(self.ranks).max())
+
+    def most_on_a_node(self, node_of: Sequence[int]) -> int:
+        """Return the largest number of clients that one node hosts, given the node of each rank."""
+        return int(np.bincount(np.array(node_of)[list(self.ranks)]).max())
 
 
 def draw(

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .aggregate.exchange import averaged
+from .aggregate.exchange import reduce
 from .aggregate.sums import Accumulator, Unusable
 from .algorithms import MetaStep
 from .comm import Comm
@@ -50,8 +50,8 @@ def take_meta_step(
             f"round {round}: the gradient on the meta set is not a number or beyond {sums.limit:g}: the model has "
             "diverged; lower --meta.lr, --server.lr or --local.lr"
         )
-    comm.exchange(*sums.rows)
-    for averages in averaged(comm, sums, params, sums.total):
-        if averages.start < params:
-            model_N[averages.start : averages.stop].sub_(averages.mean.mul_(step.lr))
+    for _, (gradients,) in reduce(comm, [(sums, sums.total)], params, most=0):
+        for averages in gradients:
+            if averages.start < params:
+                model_N[averages.start : averages.stop].sub_(averages.mean.mul_(step.lr))
     comm.gather(model_N)

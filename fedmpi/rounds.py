@@ -88,6 +88,7 @@ class Report:
     agreement: float
     bytes_sent: int  # what the ranks sent each other; 0 on one rank
     seconds: dict[str, float]
+    bytes_between_nodes: int | None = None  # of these, what left a node
     client_bytes_up: int | None = None
     client_bytes_down: int | None = None
     test_metric: float | None = None  # the objective's metric on the test set, in rounds that are evaluated
@@ -273,10 +274,10 @@ def summarise(state: State, stats: Stats, totals: Totals, sums: Sums, comm: Comm
     sound = bool(comm.own(state.model_N).sum().isfinite()) and bool(stats.kept.isfinite())
     kept = int(stats.kept) if sound else 0
     microseconds = [round(sums.clock.seconds[phase] * 1e6) for phase in PHASES]
-    sent = comm.sent - sums.sent_before
-    counts = torch.tensor([not sound, kept, int(stats.votes), sent, *microseconds], dtype=torch.int64)
+    sent, away = comm.sent - sums.sent_before[0], comm.away - sums.sent_before[1]
+    counts = torch.tensor([not sound, kept, int(stats.votes), sent, away, *microseconds], dtype=torch.int64)
     comm.sum(counts)
-    spoilt, kept, votes, bytes_sent, *times = counts.tolist()
+    spoilt, kept, votes, bytes_sent, bytes_away, *times = counts.tolist()
     if spoilt:
         raise CommonError(
             f"round {state.round}: mask and server's step left the model with NaN or infinity; lower --server.lr"
@@ -292,6 +293,7 @@ def summarise(state: State, stats: Stats, totals: Totals, sums: Sums, comm: Comm
         kept=kept / params,
         agreement=votes / params / totals.clients,
         bytes_sent=bytes_sent,
+        bytes_between_nodes=bytes_away,
         seconds={phase: t / comm.size / 1e6 for phase, t in zip(PHASES, times, strict=True)},
         client_bytes_up=up,
         client_bytes_down=down,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedmpi.comm import Comm, agreed
+from fedmpi.comm import Comm, Rows, agreed
+from fedmpi.comm.links import Links
 from fedmpi.comm.node import share_node
 from fedmpi.errors import CommonError, FileError, UserError
 
@@ -17,10 +18,10 @@ def check_contract(comm: Comm) -> None:
     check_own(comm)
     check_sum(comm)
     for dtype in TRAVELLING:
-        check_exchange(comm, dtype, length=5)
-    check_exchange(comm, torch.float32, length=400_000)
+        check_offer(comm, dtype, length=5)
+    check_offer(comm, torch.float32, length=400_000)
     check_rows_again_and_again(comm)
-    check_stream(comm)
+    check_start(comm)
     check_gather(comm)
     check_gather_in_buckets(comm)
     check_update(comm)
@@ -56,60 +57,70 @@ def row(sender: int, to: int, dtype: torch.dtype, length: int, turn: int = 0) ->
     return ((sender * 31 + to * 7 + turn * 3 + torch.arange(length)) % 100).to(dtype)
 
 
-def check_exchange(comm: Comm, dtype: torch.dtype, length: int) -> None:
+def fill(rows: Rows, rank: int, turn: int = 0, bucket: slice = slice(None)) -> None:
+    """Write this rank's rows, or a bucket of them."""
+    for s, mine in enumerate(rows.mine):
+        mine[bucket] = row(rank, s, mine.dtype, len(mine), turn)[bucket]
+
+
+def check_near(rows: Rows, turn: int = 0, bucket: slice = slice(None)) -> None:
+    """The rows for its own slice and those it carries are readable by a rank, of every rank of its node."""
+    for s, near in rows.near.items():
+        for rank, found in zip(rows.links.mates, near, strict=True):
+            assert torch.equal(found[bucket], row(rank, s, found.dtype, len(found), turn)[bucket])
+
+
+def check_offer(comm: Comm, dtype: torch.dtype, length: int) -> None:
     rows = comm.rows(length, dtype)
-    assert not any(r.any() for r in rows.mine), "made of zeros (another rank may be writing into theirs already)"
-    assert rows.mine[comm.rank] is rows.theirs[comm.rank]
-    for to in range(comm.size):
-        rows.mine[to].copy_(row(comm.rank, to, dtype, length))
+    assert not any(r.any() for r in rows.mine), "made of zeros (another rank may be writing into its rows already)"
+    assert list(rows.near) == [comm.rank, *rows.links.carried_by(comm.rank)] or len(rows.links.mates) == 1
+    fill(rows, comm.rank)
     before = comm.sent
-    comm.exchange(rows)
-    for source in range(comm.size):
-        assert torch.equal(rows.theirs[source], row(source, comm.rank, dtype, length))
-        assert torch.equal(rows.mine[source], row(comm.rank, source, dtype, length)), "what is offered stays as it was"
-    assert comm.sent - before == (comm.size - 1) * length * rows.mine[0].element_size()
+    comm.offer([rows])
+    check_near(rows)
+    for s, mine in enumerate(rows.mine):
+        assert torch.equal(mine, row(comm.rank, s, dtype, length)), "what is offered stays as it was"
+    assert comm.sent - before == (comm.size - len(rows.near)) * length * rows.mine[0].element_size()
     comm.barrier()
 
 
 def check_rows_again_and_again(comm: Comm) -> None:
-    """Exchange two sets of rows of different types repeatedly, with a barrier between reading and writing."""
+    """Offer two sets of rows of different types repeatedly, with a barrier between reading and writing."""
     large, small = comm.rows(1000, torch.float32), comm.rows(30, torch.int8)
     for turn in range(5):
-        for rows in (large, small):
-            for to, mine in enumerate(rows.mine):
-                mine.copy_(row(comm.rank, to, mine.dtype, len(mine), turn))
-        comm.exchange(large, small)
-        for rows in (large, small):
-            for source, theirs in enumerate(rows.theirs):
-                assert torch.equal(theirs, row(source, comm.rank, theirs.dtype, len(theirs), turn))
+        fill(large, comm.rank, turn)
+        fill(small, comm.rank, turn)
+        comm.offer([large, small])
+        check_near(large, turn)
+        check_near(small, turn)
         comm.barrier()
 
 
-def check_stream(comm: Comm) -> None:
-    """Buckets arrive in order, each prepared before it is sent; with `wire`, `out` is sent instead of `mine`."""
-    large, narrow = comm.rows(90_000, torch.int32), comm.rows(90_000, torch.float32, wire=torch.bfloat16)
-    away = [r for r in comm.others if r not in (narrow.shared or ())]
-    assert sorted(narrow.out) == sorted(away)
-    assert [x.dtype == torch.bfloat16 for x in narrow.theirs] == [r in away for r in range(comm.size)]
-    buckets = [slice(0, 50_000), slice(50_000, 89_999), slice(89_999, 90_000)]
-    prepared: list[slice] = []
-
-    def prepare(bucket: slice) -> None:
-        prepared.append(bucket)
-        for rows in (large, narrow):
-            for to, mine in enumerate(rows.mine):
-                mine[bucket] = row(comm.rank, to, mine.dtype, len(mine))[bucket]
-        for to, out in narrow.out.items():
-            out[bucket] = 0.5 * narrow.mine[to][bucket]
-
-    before = comm.sent
-    for number, bucket in enumerate(comm.stream([large, narrow], buckets, prepare)):
-        assert bucket == buckets[number] and prepared == buckets
-        for source in range(comm.size):
-            want = row(source, comm.rank, torch.int32, 90_000)[bucket]
-            assert torch.equal(large.theirs[source][bucket], want)
-            assert torch.equal(narrow.theirs[source][bucket].float(), want * (0.5 if source in away else 1.0))
-    assert comm.sent - before == 90_000 * (8 * (comm.size - 1) - 2 * len(away))
+def check_start(comm: Comm) -> None:
+    """Buckets of rows go to the owners of the slices; several are under way at once, each written when its turn comes.
+    What arrives may be shorter than the memory for it."""
+    rows = comm.rows(90_000, torch.int32)
+    came = {r: torch.full((90_000,), -1, dtype=torch.int32) for r in rows.links.partners}
+    buckets, waits = [slice(0, 50_000), slice(50_000, 89_999), slice(89_999, 90_000)], []
+    before, away = comm.sent, comm.away
+    for bucket in buckets:
+        fill(rows, comm.rank, bucket=bucket)
+        comm.offer([rows], bucket)
+        check_near(rows, bucket=bucket)
+        send = {s: rows.mine[s][bucket][: 1 + comm.rank] for s in rows.links.carried}
+        waits.append(comm.start(send, {r: x[bucket] for r, x in came.items()}))
+    for wait in waits:
+        wait()
+    for bucket in buckets:
+        for r, found in came.items():
+            want = row(r, comm.rank, torch.int32, 90_000)[bucket]
+            want[1 + r :] = -1
+            assert torch.equal(found[bucket], want)
+    sent = len(rows.links.carried) * 4 * sum(min(1 + comm.rank, b.stop - b.start) for b in buckets)
+    offered = (comm.size - len(rows.near)) * 90_000 * 4
+    assert comm.sent - before == sent + offered
+    others = [s for s in rows.links.carried if s not in comm.links.mates]
+    assert comm.away - away == (sent if others else 0)
     comm.barrier()
 
 
@@ -146,13 +157,12 @@ def check_update(comm: Comm) -> None:
     comm.barrier()
     node = comm.node if comm.node is not None and comm.node.holds(x_N) else None
     assert (update is None) == (comm.size == 1 or (node is not None and len(node.ranks) == comm.size))
-    before = comm.sent
+    before, links = comm.sent, comm.links if node else Links.apart(comm.rank, comm.size)
     if update is not None:
         update.mine_S.fill_(comm.rank + 0.5)
         own_S += update.mine_S
         comm.gather(x_N, [comm.start_gather(x_N, slice(0, 40), update)])
-        neighbours, receivers = (len(node.ranks) - 1, len(node.other_leaders)) if node else (0, comm.size - 1)
-        assert comm.sent - before == 40 * (4 * neighbours + 2 * receivers)
+        assert comm.sent - before == 40 * (4 * (len(links.mates) - 1) + 2 * (len(links.nodes) - 1))
         assert x_N.view(comm.size, -1).tolist() == [[r + 1.5] * 40 for r in range(comm.size)]
     comm.barrier()
 

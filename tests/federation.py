@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import TypeVar
 
@@ -111,6 +111,6 @@ def federate(
     return [state for state, _ in results], results[0][1]
 
 
-def each(buckets: Iterable[tuple[slice, Iterable[T]]]) -> list[T]:
-    """Everything that is yielded of every bucket."""
-    return [part for _, parts in buckets for part in parts]
+def each(buckets: Iterable[tuple[slice, list[Iterator[T]]]]) -> list[T]:
+    """All tiles of the first part of every bucket."""
+    return [tile for _, (tiles, *_) in buckets for tile in tiles]

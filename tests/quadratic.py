@@ -277,7 +277,7 @@ def descend(
         shared={name: vector_N[:2].tolist() for name, vector_N in first.shared.items()},
         memory={cid: torch.cat(list(s.memory.read(cid).values())).tolist() for s in states for cid in s.memory},
         moments={name: torch.cat([s.moments[name] for s in states])[:2].tolist() for name in first.moments},
-        reports=[replace(report, seconds={}, bytes_sent=0) for report in results[0][1]],
+        reports=[replace(report, seconds={}, bytes_sent=0, bytes_between_nodes=0) for report in results[0][1]],
     )
 
 

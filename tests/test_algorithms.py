@@ -463,7 +463,7 @@ def train_on(size: int, asked: RunSpec, plan: Plan | None = None, **changes: Any
         state, reports = begin(ours[comm.rank], algo, comm), []
         for after, report in rounds(state, plan or plan_of(asked), algo, ours[comm.rank], comm):
             state = after
-            reports.append(replace(report, bytes_sent=0, seconds={}))
+            reports.append(replace(report, bytes_sent=0, bytes_between_nodes=0, seconds={}))
         return state, reports
 
     results = run_threads(size, work)
@@ -635,7 +635,7 @@ def everything_of(states: list[State], reports: list[Report], task: Task) -> dic
         "shared": {name: bits(v_N[:params]) for name, v_N in first.shared.items()},
         "moments": {name: bits(torch.cat([s.moments[name] for s in states])[:params]) for name in first.moments},
         "memory": sorted(kept),
-        "reports": [replace(report, bytes_sent=0, seconds={}) for report in reports],
+        "reports": [replace(report, bytes_sent=0, bytes_between_nodes=0, seconds={}) for report in reports],
     }
 
 

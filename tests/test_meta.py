@@ -154,15 +154,16 @@ def test_an_algorithm_without_a_meta_step_has_no_memory_for_one() -> None:
     assert run_threads(1, work) == [[True, False]]
 
 
-def test_it_costs_an_exchange_of_8_bytes_and_a_gather_of_4() -> None:
+def test_it_costs_an_exchange_of_4_to_6_bytes_and_a_gather_of_4() -> None:
     size = 3
     with_it, without = (
         federate(size, algorithm(meta=meta), plan(rounds=1), plain_model, META)[1][0].bytes_sent
         for meta in (MetaStep(0.1), None)
     )
     padded = -(-111 // size) * size
-    a_count = 2 * 8 * (size - 1) // size
-    assert with_it - without == size * ((8 + 4) * padded * (size - 1) // size + a_count)
+    a_count, headers = 2 * 8 * (size - 1) // size, (size - 1) * 2 * 8
+    low, high = (size * ((each + 4) * padded * (size - 1) // size + a_count) for each in (4, 6))
+    assert low <= with_it - without <= high + size * headers
 
 
 # Shared samples

@@ -45,7 +45,8 @@ def test_same_bits_and_same_metrics_on_any_number_of_ranks(mask: str, server: st
             assert bits(state.model_N) == bits(alone[0].model_N)
             assert state.ints.tolist() == alone[0].ints.tolist()
         for one, two in zip(reports, theirs, strict=True):
-            assert replace(one, bytes_sent=0, seconds={}) == replace(two, bytes_sent=0, seconds={})
+            free = {"bytes_sent": 0, "bytes_between_nodes": 0, "seconds": {}}
+            assert replace(one, **free) == replace(two, **free)
 
 
 def test_the_models_moments_are_shared_out_and_not_copied() -> None:
@@ -84,7 +85,8 @@ def test_float32_sends_no_votes_where_every_rank_has_one_client() -> None:
     _, crowded = federate(3, algorithm(), plan(sum="float32"))
     padded = -(-LENGTH // 3) * 3
     small = 2 * counts * 2 // 3 + 2 * (3 * 8) * 2 // 3
-    assert crowded[0].bytes_sent == 3 * ((2 * 4 + 1) * padded * 2 // 3 + small)
+    votes = padded // 3 / 2  # of up to two clients: half a byte each, and a tile ends where the parameters end
+    assert crowded[0].bytes_sent == pytest.approx(3 * ((2 * 4) * padded * 2 // 3 + 2 * votes + small), abs=3 * 2 * 2)
     assert one_each[0].round == 3
 
 
@@ -155,7 +157,7 @@ def test_the_largest_integers_count_whoever_has_them() -> None:
 def test_tiles_of_a_slice_move_with_their_own_moments(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     algo = algorithm("gma", server, lr=0.1, momentum=0.5)
     whole, _ = federate(2, algo)
-    monkeypatch.setattr("fedmpi.aggregate.exchange.TILE", 4)
+    monkeypatch.setattr("fedmpi.aggregate.travel.TILE", 4)
     tiles, _ = federate(2, algo)
     assert bits(tiles[0].model_N) == bits(whole[0].model_N)
     for name, moment in whole[0].moments.items():
@@ -252,9 +254,11 @@ def test_no_rank_ever_receives_a_full_tensor_of_sums_or_votes(monkeypatch: pytes
     Watched.arrived = []
     federate(size, algorithm(), plan(rounds=1, cohort=3))
     padded = -(-LENGTH // size) * size
-    for dtype in (torch.int64, torch.int8):  # sums and votes of `exact`
-        large = [n for kind, n in Watched.arrived if kind == dtype and n > 20]
-        assert large == [padded // size] * (size * (size - 1)), "one slice from each of the others, and nothing else"
+    slice_length = padded // size
+    parcels = [n for kind, n in Watched.arrived if kind == torch.uint8]  # sums and votes of `exact`
+    assert len(parcels) == 2 * size * (size - 1), "one slice from each of the others, and nothing else"
+    most = 8 * slice_length + 16, -(-slice_length * 2 // 8) + 1  # room for 8 bytes each, and two bits
+    assert all(n <= most[0] for n in parcels) and sum(n <= most[1] for n in parcels) == len(parcels) / 2
 
 
 def test_the_sums_are_all_that_a_rank_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,10 +364,11 @@ def test_an_error_while_folding_ends_the_run_and_is_not_taken_for_a_clients(
 
 def test_squares_travel_only_under_a_mask_that_reads_them() -> None:
     size, padded = 3, -(-LENGTH // 3) * 3
-    for how, bytes_each in (("exact", 8), ("float32", 4)):
+    for how, low, high in (("exact", 4, 8.5), ("float32", 4, 4)):
         sent = {mask: federate(size, algorithm(mask), plan(rounds=1, sum=how))[1][0].bytes_sent for mask in MASKS}
         assert sent["mean"] == sent["gma"] == sent["and"]
-        assert sent["sand"] - sent["gma"] == size * bytes_each * padded * (size - 1) // size
+        each = (sent["sand"] - sent["gma"]) / ((size - 1) * padded)
+        assert low <= each <= high
 
 
 def moved_by(size: float, victims: set[int], buffer: bool = False) -> LocalRule:
@@ -477,21 +482,21 @@ def test_a_shared_vector_adds_up_over_the_rounds_and_is_what_clients_find() -> N
 
 def test_all_that_clients_send_goes_in_one_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[int, int]] = []
-    stream = Comm.stream
+    offer = Comm.offer
     monkeypatch.setattr(
-        Comm, "stream", lambda self, many, *args: (calls.append((self.rank, len(many))), stream(self, many, *args))[1]
+        Comm, "offer", lambda self, many, *args: (calls.append((self.rank, len(many))), offer(self, many, *args))[1]
     )
     federate(3, algorithm("sand", local=sending()), plan(rounds=2))
     assert sorted(calls) == [(rank, 5) for rank in range(3) for _ in range(2)]  # sums, votes, squares, two channels
 
 
-def test_a_channel_costs_8_bytes_an_element_and_its_shared_vector_4_more() -> None:
+def test_a_channel_costs_about_6_bytes_an_element_and_its_shared_vector_4_more() -> None:
     size, padded = 3, -(-LENGTH // 3) * 3
     plain, with_c = (
         federate(size, algorithm(local=rule), plan(rounds=1, sum="float32"))[1][0].bytes_sent
         for rule in (sgd(0.05), scaffold(Descent(0.05)))
     )
-    assert with_c - plain == size * (8 + 4) * padded * (size - 1) // size
+    assert 5 + 4 <= (with_c - plain) / ((size - 1) * padded) <= 6.5 + 4
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,9 @@ What is sent is rounded to bf16 (8 bits of precision, the range of float32). The
 `State.unsent` and adds it the next time (error feedback: Seide et al., Interspeech 2014; Karimireddy et al., ICML
 2019). Two things travel in bf16:
 
-sums    a rank's rows for ranks of other nodes; they are widened and added up in float32. The error is kept as a part of
-        the mean, as the weight of a cohort differs from round to round.
+sums    what a node has for a slice of another node; the owner widens the sums of the nodes and adds them in float32.
+        The rank that carries the slice keeps the error, as a part of the mean, as the weight of a cohort differs from
+        round to round.
 model   the owner of a slice sends its update. Every rank, the owner too, adds the same rounded update to the same old
         model, so all ranks keep the same model.
 
@@ -30,26 +31,46 @@ def nothing_unsent(model_N: Tensor, slice_length: int) -> dict[str, Tensor]:
     return {"sums": torch.zeros_like(model_N), "model": torch.zeros(slice_length, device=model_N.device)}
 
 
-class Compressor:
-    """Rounds what a rank sends, and keeps the rounding errors in the `unsent` that it is given. Made once."""
+class Rounded:
+    """float32 as bf16, with error feedback (a `Format`)."""
 
-    def __init__(self, comm: Comm, sums: Rows, slice_length: int, model_N: Tensor) -> None:
-        self.comm, self.sums, self.tile = comm, sums, tile_size(model_N.device)
+    even = True
+    unsent_N: Tensor  # the errors, which `pack` adds and replaces: parts of the mean, of a cohort of that weight
+    weight: int
+
+    def room(self, length: int) -> int:
+        return 2 * length
+
+    def as_it_is(self, x: Tensor) -> bool:
+        return False
+
+    def pack(self, x: Tensor, out: Tensor, where: slice) -> int:
+        unsent = self.unsent_N[where]
+        x = torch.add(x, unsent, alpha=float(self.weight))
+        torch.mul(round_off(x, out[: 2 * len(x)].view(BF16)), 1 / self.weight, out=unsent)
+        return 2 * len(x)
+
+    def unpack(self, raw: Tensor, length: int) -> Tensor:
+        return raw.view(BF16).float()
+
+
+class Compressor:
+    """Sends sums and model rounded, and keeps the rounding errors in the `unsent` that it is given. Made once."""
+
+    def __init__(self, comm: Comm, sums: Rows, rounded: Rounded, model_N: Tensor) -> None:
+        self.comm, self.sums, self.rounded, self.tile = comm, sums, rounded, tile_size(model_N.device)
         self.update = comm.update(model_N, BF16)
-        self.before_S = None if self.update is None else torch.zeros(slice_length, device=model_N.device)
-        self.flushed = False  # whether errors left by a run on other ranks were added to rows that do not travel
+        self.before_S = None if self.update is None else torch.zeros_like(comm.own(model_N))
+        self.flushed = False  # whether errors for slices that other ranks carry now were added to their rows
 
     def round_sums(self, unsent_N: Tensor, weight: int, bucket: slice) -> None:
-        """Round a bucket of every row that is sent."""
-        for rank, unsent_S in enumerate(unsent_N.view(self.comm.size, -1)):
-            if rank in self.sums.out:
-                for tile in tiles(bucket.start, bucket.stop, self.tile):
-                    x = torch.add(self.sums.mine[rank][tile], unsent_S[tile], alpha=float(weight))
-                    error = round_off(x, self.sums.out[rank][tile])
-                    torch.mul(error, 1 / weight, out=unsent_S[tile])
-            elif not self.flushed:
-                self.sums.mine[rank][bucket].add_(unsent_S[bucket], alpha=float(weight))
-                unsent_S[bucket].zero_()
+        """Let a bucket of the rows that this rank carries be rounded; call it before they are offered."""
+        self.rounded.unsent_N, self.rounded.weight = unsent_N, weight
+        if not self.flushed:
+            for s, unsent_S in enumerate(unsent_N.view(self.comm.size, -1)):
+                if s not in self.sums.links.carried:
+                    self.sums.mine[s][bucket].add_(unsent_S[bucket], alpha=float(weight))
+                    unsent_S[bucket].zero_()
 
     def remember(self, model_N: Tensor) -> None:
         """Copy this rank's slice of the model before it moves."""

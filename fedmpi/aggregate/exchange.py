@@ -1,25 +1,26 @@
 """The collective: every rank's sums in, this rank's slice of mean and votes out, the new model on every rank.
 
-Each rank has a row of sums and votes per rank, for the slice that this rank owns. One exchange makes all rows for a
-rank readable by it, and it adds them up in the order of the ranks. It sees one slice of every other rank's sums: no
-rank ever holds another client's full tensor. The result is yielded in tiles that are still in the cache when the mask
-and the server's step read them.
+Each rank has a row of sums and votes per slice. The rows for a slice are added up in two steps: by one rank of each
+node, in shared memory, and then by the rank that owns the slice, which gets one sum from every other node (travel.py).
+So no rank ever holds another client's full tensor, and the bytes between nodes do not depend on the ranks per node.
+float32 sums are added in the order of the ranks on a node, then in the order of the nodes (that of their first ranks);
+exact ones have the same bits in any order. The result is yielded in tiles that are still in the cache when the mask and
+the server's step read them.
 
-Rows that are sent travel in a few buckets: while one is added up, the next one is in transit, and so is the new model
-of the one before. Four buckets take 1.11 times as long as the plain all-reduce, one takes 1.28 and eight take 1.17 (4
-ranks, links of 1 Gbit/s, 11.2 million parameters, gloo); through the loopback interface the number hardly matters.
+What is sent travels in a few buckets: while one is added up, the next ones are in transit, and so is the new model of
+the one before. A few are under way at a time: the link never waits, and memory for all of them is not needed.
 
-Bytes that a rank sends, N elements on W ranks: 4N (float32) or 8N (exact) for the sums and 1N or 4N for the votes,
-times (W-1)/W; squares as much as the sums, a channel 8N. If sums are float32 and no rank hosts more than one client,
-the votes are the signs of the sums and are not sent. (On one node, where nothing is sent, they are read.) With
-`--wire bf16` the sums take half the bytes, and the votes always travel (compress.py).
+Bytes that leave a node, N elements on K nodes, W ranks: 4N (float32) or about 5N (exact) for the sums and N/4 to 4N for
+the votes, and 4N for the model, times (K-1)/K; squares as much as the sums, a channel about 5N. If sums are float32 and
+no node hosts more than one client, the votes are the signs of the sums and are not sent. (On one node, where nothing is
+sent, they are read.) With `--wire bf16` sums and model take half the bytes, and the votes always travel (compress.py).
 
 N: the full padded vector.  S: the slice this rank owns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,12 +28,15 @@ import torch
 from torch import Tensor
 
 from ..comm import Comm, Wait
-from ..flat import even_slices, tile_size, tiles
+from ..flat import even_slices
 from ..masks import LayerVotes, trained_spans
 from .sums import FRACTION_BITS, SQUARE_FRACTION_BITS, Accumulator, Sums, Totals
+from .travel import Load, add_up, ahead, cut
 
-TILE = 1 << 17
-BUCKETS, SMALLEST = 4, 1 << 18  # how many, and their smallest size in elements
+BUCKETS, SMALLEST = 16, 1 << 17  # how many, and their smallest size in elements
+UNDER_WAY = 4  # buckets of sums at a time
+Part = tuple[Accumulator, int]  # what is summed, and the weight to divide by
+Loads = dict[str, Load]  # of an accumulator: sums, votes, squares
 
 
 class Model(Protocol):
@@ -81,8 +85,7 @@ def exchange(sums: Sums, totals: Totals, state: Model, layers: bool = False) -> 
     comm, clock, rule, params = sums.comm, sums.clock, sums.rule, sums.layout.params
     clock.switch("reduce")
     layer_votes = LayerVotes(trained_spans(sums.layout) if layers else (), totals.clients, state.model_N.device)
-    gathers: list[Wait] = []
-    final = not any(channel.to == "model" for channel in rule.sends)  # else a bucket is sent after the channels
+    gathers: dict[str, list[Wait]] = {"": [], **{name: [] for name in state.shared}}
     if sums.compressor is not None:
         sums.compressor.remember(state.model_N)
 
@@ -95,10 +98,15 @@ def exchange(sums: Sums, totals: Totals, state: Model, layers: bool = False) -> 
         layer_votes.add(votes)
         comm.sum(layer_votes.counts)
 
-    one_each = sums.cohort.most_on_a_rank == 1
-    others, look = list(sums.channels.values()), count_layers if layers else None
-    for bucket, tiles_of_bucket in reduce(comm, sums.deltas, params, totals.weight, one_each, others, prepare, look):
-        for found in tiles_of_bucket:
+    targets = [state.model_N if channel.to == "model" else state.shared[channel.name] for channel in rule.sends]
+    parts = [(sums.deltas, totals.weight)]
+    for channel in rule.sends:
+        part = sums.channels[channel.name]
+        parts.append((part, totals.weight if channel.to == "model" else part.total))
+    look = count_layers if layers else None
+    most = sums.cohort.most_on_a_node(sums.deltas.links.node_of)
+    for bucket, (of_deltas, *of_channels) in reduce(comm, parts, params, most, prepare, look):
+        for found in of_deltas:
             clock.switch("server")
             x = state.model_N[found.start : found.stop]
             if found.start >= params:
@@ -108,24 +116,19 @@ def exchange(sums: Sums, totals: Totals, state: Model, layers: bool = False) -> 
                 moments = {name: moment[found.own] for name, moment in state.moments.items()}
                 yield Tile(found.start, x, found.mean, found.votes, found.square, moments, layer_votes)
             clock.switch("reduce")
-        if final:
-            with clock("gather"):
-                gathers.append(start_gather(sums, state, bucket))
+        with clock("server"):
+            for averages, target_N in zip(of_channels, targets, strict=True):
+                for found in averages:
+                    if found.start < params:
+                        target_N[found.start : found.stop].add_(found.mean)
+        with clock("gather"):
+            gathers[""].append(start_gather(sums, state, bucket))
+            for name, vector_N in state.shared.items():
+                gathers[name].append(comm.start_gather(vector_N, bucket))
         clock.switch("reduce")
-    with clock("server"):
-        for channel in rule.sends:
-            target_N = state.model_N if channel.to == "model" else state.shared[channel.name]
-            accumulator = sums.channels[channel.name]
-            weight = totals.weight if channel.to == "model" else accumulator.total
-            for found in averaged(comm, accumulator, params, weight):
-                if found.start < params:
-                    target_N[found.start : found.stop].add_(found.mean)
     with clock("gather"):
-        if not final:
-            gathers.append(start_gather(sums, state, slice(0, sums.deltas.slice)))
-        comm.gather(state.model_N, gathers)
-        for vector_N in state.shared.values():
-            comm.gather(vector_N)
+        for name, under_way in gathers.items():
+            comm.gather(state.shared[name] if name else state.model_N, under_way)
     if sums.compressor is not None:
         sums.compressor.flushed = True
 
@@ -139,32 +142,52 @@ def start_gather(sums: Sums, state: Model, bucket: slice) -> Wait:
 
 def reduce(
     comm: Comm,
-    deltas: Accumulator,
+    parts: Sequence[Part],
     params: int,
-    weight: int,
-    one_each: bool = False,
-    others: Sequence[Accumulator] = (),
+    most: int,
     prepare: Callable[[slice], None] = lambda bucket: None,
     look: Callable[[Iterator[tuple[int, Tensor]]], None] | None = None,
-) -> Iterator[tuple[slice, Iterator[Averages]]]:
-    """Yield the buckets of this rank's slice as they arrive, each with its averages tile by tile. Collective: every
-    rank must take all of them.
+) -> Iterator[tuple[slice, list[Iterator[Averages]]]]:
+    """Yield the buckets of this rank's slice as they arrive, each with the averages of every part, tile by tile.
+    Collective: every rank must take all of them.
 
-    `weight` is the weight that was delivered, over all ranks; `one_each`: no rank hosts more than one client. The
-    accumulators in `others` travel in the same exchange; `averaged` reads them afterwards. `prepare` is called for each
-    bucket before it is sent. `look` gets all votes of the slice before the first bucket is yielded.
+    The first part is that of the deltas. `most` is the largest number of clients on a node. `prepare` is called for a
+    bucket before it is offered. `look` gets all votes of the slice before the first bucket is yielded.
     """
-    send_votes = not deltas.travels or deltas.exact or bool(deltas.sums.out) or not one_each
-    rows = [rows for rows in deltas.rows if send_votes or rows is not deltas.votes]
-    rows += [rows for other in others for rows in other.rows]
-    arrived: Iterable[slice] = comm.stream(rows, buckets(deltas.slice, deltas.travels), prepare)
+    deltas, device, first = parts[0][0], parts[0][0].device, comm.rank * parts[0][0].slice
+    deltas.ballots.bound(most)
+    read_off = deltas.travels and not deltas.exact and deltas.rounded is None and most <= 1
+    silent = {"votes"} if read_off and not comm.reduces(device) else set()
+    lanes = [{name: lane for name, lane in part.lanes.items() if name not in silent} for part, _ in parts]
+    rows = [part.rows[name] for (part, _), own in zip(parts, lanes, strict=True) for name in own]
+    pieces = buckets(deltas.slice, deltas.travels and device.type == "cpu")
+    under_way = len(pieces) if look else UNDER_WAY
+
+    def start(number: int, bucket: slice) -> list[Loads]:
+        prepare(bucket)
+        comm.offer(rows, bucket)
+        return [{name: lane.start(bucket, number % under_way, params) for name, lane in own.items()} for own in lanes]
+
+    arrived = finished(ahead(((bucket, start(number, bucket)) for number, bucket in enumerate(pieces)), under_way))
     if look is not None:
-        arrived = list(arrived)
-        first = comm.rank * deltas.slice
-        owned = (own for own in cut(first, slice(0, deltas.slice), params, deltas.device) if first + own.start < params)
-        look((first + own.start, votes_at(deltas, own, send_votes)) for own in owned)
-    for bucket in arrived:
-        yield bucket, averaged(comm, deltas, params, weight, send_votes, bucket)
+        every = list(arrived)
+        arrived = iter(every)
+        look(
+            (first + tile.start, votes_at(deltas, loads[0], number))
+            for bucket, loads in every
+            for number, tile in enumerate(cut(first, bucket, params, device))
+            if first + tile.start < params
+        )
+    for bucket, loads in arrived:
+        yield bucket, [averaged(comm, part, params, load, bucket) for part, load in zip(parts, loads, strict=True)]
+
+
+def finished(flights: Iterator[tuple[slice, list[Loads]]]) -> Iterator[tuple[slice, list[Loads]]]:
+    """Yield each bucket when it has arrived."""
+    for bucket, loads in flights:
+        for load in (load for of_part in loads for load in of_part.values()):
+            load.finish()
+        yield bucket, loads
 
 
 def buckets(length: int, travels: bool) -> list[slice]:
@@ -172,49 +195,23 @@ def buckets(length: int, travels: bool) -> list[slice]:
     return list(even_slices(length, max(-(-length // BUCKETS), SMALLEST) if travels else length))
 
 
-def averaged(
-    comm: Comm, sums: Accumulator, params: int, weight: int, votes_came: bool = True, bucket: slice | None = None
-) -> Iterator[Averages]:
-    """Yield this rank's slice of exchanged sums, or a bucket of it, tile by tile."""
-    first = comm.rank * sums.slice
-    for own in cut(first, bucket or slice(0, sums.slice), params, sums.device):
+def averaged(comm: Comm, part: Part, params: int, loads: Loads, bucket: slice) -> Iterator[Averages]:
+    """Yield the averages of a bucket of this rank's slice, tile by tile."""
+    (sums, weight), first = part, comm.rank * part[0].slice
+    for number, own in enumerate(cut(first, bucket, params, sums.device)):
         square = None
-        votes = None if sums.votes is None else votes_at(sums, own, votes_came)
-        if sums.squares is not None and first + own.start < params:
-            square = mean_of(add_up([row[own] for row in sums.squares.theirs]), sums, weight, SQUARE_FRACTION_BITS)
-        mean = mean_of(add_up([widened(row[own]) for row in sums.sums.theirs]), sums, weight, FRACTION_BITS)
+        votes = None if sums.votes is None else votes_at(sums, loads, number)
+        if "squares" in loads and first + own.start < params:
+            square = mean_of(loads["squares"].total(number), sums, weight, SQUARE_FRACTION_BITS)
+        mean = mean_of(loads["sums"].total(number), sums, weight, FRACTION_BITS)
         yield Averages(first + own.start, first + own.stop, own, mean, votes, square)
 
 
-def votes_at(sums: Accumulator, own: slice, came: bool) -> Tensor:
+def votes_at(sums: Accumulator, loads: Loads, number: int) -> Tensor:
     """Return the votes of a tile of this rank's slice; those that were not sent are read off the sums."""
-    assert sums.votes is not None, "deltas are voted on"
-    if came:
-        return add_up([row[own] for row in sums.votes.theirs])
-    return add_up([torch.sign(row[own]).to(sums.votes.mine[0].dtype) for row in sums.sums.theirs])
-
-
-def cut(first: int, bucket: slice, params: int, device: torch.device) -> Iterator[slice]:
-    """Yield the tiles of a bucket of the slice that begins at element `first`; none straddles the end of the
-    parameters."""
-    end, size = min(max(params - first, bucket.start), bucket.stop), tile_size(device, TILE)
-    yield from tiles(bucket.start, end, size)
-    yield from tiles(end, bucket.stop, size)
-
-
-def widened(row: Tensor) -> Tensor:
-    """Return a row in the type that it is summed in: bf16 as float32."""
-    return row.float() if row.dtype == torch.bfloat16 else row
-
-
-def add_up(rows: list[Tensor]) -> Tensor:
-    """Return the sum of rows, added in their order, in fresh memory."""
-    if len(rows) == 1:
-        return rows[0].clone()
-    total = rows[0] + rows[1]
-    for row in rows[2:]:
-        total.add_(row)
-    return total
+    if "votes" in loads:
+        return loads["votes"].total(number)
+    return add_up([torch.sign(x).to(sums.ballots.dtype) for x in loads["sums"].by_node(number)])
 
 
 def mean_of(total: Tensor, sums: Accumulator, weight: int, fraction_bits: int) -> Tensor:

@@ -35,7 +35,8 @@ from ..device import CPU, synchronise
 from ..errors import CommonError, UserError, unknown
 from ..flat import Layout, tile_size, tiles
 from ..local import PRIVATE, LocalResult, LocalRule, Update
-from .compress import Compressor
+from .compress import Compressor, Rounded
+from .travel import Format, Integers, Plain, Votes, make_lane
 
 log = logging.getLogger("fedmpi")
 
@@ -91,9 +92,10 @@ def check_wire(kind: str, wire: str) -> None:
 
 
 class Accumulator:
-    """This rank's sums of one vector per client over a round, a row per rank. Made once, reset every round. A vector is
-    added to all rows at once if they are one tensor: the number of kernels does not grow with that of ranks. `squares`
-    is the number of leading elements whose squares are summed; `wire` is what sums travel as. Collective to make."""
+    """This rank's sums of one vector per client over a round, a row per slice, and the lanes on which they travel. Made
+    once, reset every round. A vector is added to all rows at once if they are one tensor: the number of kernels does
+    not grow with that of ranks. `squares` is the number of leading elements whose squares are summed; `wire` is what
+    sums travel as. Collective to make."""
 
     def __init__(
         self,
@@ -112,20 +114,27 @@ class Accumulator:
         self.exact, self.slice, self.squared = kind == "exact", slice_length, squares
         self.device = device or CPU
         number = torch.int64 if self.exact else torch.float32
-        self.sums = comm.rows(slice_length, number, device, torch.bfloat16 if wire == "bf16" else None)
+        self.sums = comm.rows(slice_length, number, device)
         self.votes = comm.rows(slice_length, torch.int8 if cohort <= 127 else torch.int32, device) if votes else None
         self.squares = comm.rows(slice_length, number, device) if squares else None
-        self.travels = len(self.sums.shared or ()) < comm.size - 1  # whether any row is sent rather than shared
+        self.rounded = Rounded() if wire == "bf16" else None
+        self.ballots = Votes(torch.int8 if cohort <= 127 else torch.int32)
+        whole: Format = Integers() if self.exact else Plain(number)
+        formats: dict[str, Format] = {"sums": self.rounded or whole, "votes": self.ballots, "squares": whole}
+        self.lanes = {name: make_lane(comm, rows, formats[name]) for name, rows in self.rows.items()}
+        self.links = self.sums.links
+        self.travels = len(self.links.nodes) > 1  # whether anything is sent rather than shared
         # What a vector is added to, part by part: sums, votes and squares.
-        self.by_row = list(zip(*(rows.mine for rows in self.rows), strict=True))
-        blocks = [rows.block.view(-1) for rows in self.rows if rows.block is not None]
+        self.by_row = list(zip(*(rows.mine for rows in self.rows.values()), strict=True))
+        blocks = [rows.block.view(-1) for rows in self.rows.values() if rows.block is not None]
         self.memory = [tuple(blocks)] if len(blocks) == len(self.rows) else self.by_row
         self.reset(total=1)
 
     @property
-    def rows(self) -> list[Rows]:
-        """Return the rows in use: sums, votes, squares."""
-        return [rows for rows in (self.sums, self.votes, self.squares) if rows is not None]
+    def rows(self) -> dict[str, Rows]:
+        """Return the rows in use."""
+        named = {"sums": self.sums, "votes": self.votes, "squares": self.squares}
+        return {name: rows for name, rows in named.items() if rows is not None}
 
     def reset(self, total: int) -> None:
         """Clear all rows, for a cohort whose weights add up to `total`."""
@@ -189,6 +198,8 @@ class Accumulator:
 
 def check_range(x: Tensor, limit: float, why: str) -> None:
     """Raise `Unusable` unless every element is a number below the limit."""
+    if x.is_meta:
+        return  # a forecast has no numbers
     low, high = (float(v) for v in x.aminmax())
     if math.isnan(low) or math.isinf(low) or math.isinf(high):
         raise Unusable("its update holds NaN or infinity")
@@ -264,13 +275,13 @@ class Sums:
         self.channels = {c.name: Accumulator(comm, length, cohort, "exact", device, votes=False) for c in rule.sends}
         self.meta = Accumulator(comm, length, 1, "exact", device, votes=False) if meta else None
         self.compressor: Compressor | None = None
-        if wire == "bf16" and model_N is not None:
-            self.compressor = Compressor(comm, self.deltas.sums, length, model_N)
+        if self.deltas.rounded is not None and model_N is not None:
+            self.compressor = Compressor(comm, self.deltas.sums, self.deltas.rounded, model_N)
 
     def reset(self, cohort: Cohort, round: int, ints: Tensor) -> None:
         """Start a round: clear the sums and the counts, start the clock."""
         self.cohort, self.round, self.ints = cohort, round, ints
-        self.sent_before = self.comm.sent
+        self.sent_before = self.comm.sent, self.comm.away
         # The weight delivered, the weighted loss and steps in whole units, and a 1 per client that delivered.
         self.counts = torch.zeros(3 + len(cohort.cids), dtype=torch.int64)
         self.deltas.reset(cohort.total)

@@ -1,22 +1,24 @@
 """The interface of a transport: five collective operations, and abort.
 
     sum(x)             add up every rank's x, on every rank (small records of counts)
-    exchange(rows...)  make every rank's row for this rank readable here, and this rank's rows readable there
+    offer(rows...)     make this rank's rows readable on its node
+    start(send, recv)  send tensors to some ranks and receive from others, while this rank does something else
     gather(x_N)        make every rank's slice of a vector readable on every rank
     broadcast(x, root) copy root's x to every rank
     barrier()          wait for all ranks
 
-`exchange` and `gather` move large vectors, in memory that the transport allocates: `rows` has one row per rank,
-`vector` one slice per rank. Ranks of one node share that memory (`node.py`) and copy nothing; between nodes it is sent
-point to point. So after an `exchange` or a `gather`, the data of other ranks may be read, and data offered to others
+Large vectors are in memory that the transport allocates: `rows` has one row per slice, `vector` one slice per rank.
+Ranks of one node share that memory (`node.py`) and copy nothing; between nodes it is sent point to point, once per
+node (`links.py`). So after an `offer` or a `gather`, the data of other ranks may be read, and data offered to others
 must not be changed, until the next sum, gather or barrier.
 
-Both also work bucket by bucket, to overlap communication with computation: `stream` is an exchange that yields each
-bucket when it has arrived, `start_gather` sends a bucket while the next one is computed.
+Both work bucket by bucket, to overlap communication with computation: `start` and `start_gather` send a bucket while
+the next one is computed.
 
-Transports do no arithmetic on large vectors: they make slices readable, and `aggregate` adds them up, so that there is
-one sum and not one per transport. Every rank calls the operations in the same order. An operation that cannot finish
-raises `RunError`, which names the missing ranks if the transport knows them.
+Transports do no arithmetic on large vectors in host memory: they make rows readable, and `aggregate` adds them up, so
+that there is one sum and not one per transport. On accelerators a transport may add them up itself (`start_reduce`).
+Every rank calls the operations in the same order. An operation that cannot finish raises `RunError`, which names the
+missing ranks if the transport knows them.
 
 N: a full padded vector of size * S elements.  S: the slice a rank owns.
 """
@@ -29,7 +31,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import torch
@@ -49,16 +51,19 @@ ROLL_CALL_SECONDS = 5.0  # how long a failed rank waits for signs of life from t
 
 @dataclass(frozen=True)
 class Rows:
-    """Memory for `exchange`: row r of `mine` is read by rank r, row r of `theirs` comes from rank r; its own row is the
-    same tensor in both. `shared` are the ranks whose rows are in shared memory; `None`, on all ranks, if no rank
-    shares memory. `block` is all of `mine` as one tensor, if none of them is shared. With a `wire` type, `out` is sent
-    instead of `mine`, and `theirs` is of that type."""
+    """This rank's sums, a row per slice in `mine`. `near[s]` are the rows for slice s of all ranks of the node, in
+    their order: of this rank's own slice, and of those that it carries (`Links`). `block` is all of `mine` as one
+    tensor, if nothing is shared; `offered` are the slices whose rows another rank of the node reads."""
 
     mine: list[Tensor]
-    theirs: list[Tensor]
-    shared: frozenset[int] | None = None
+    near: dict[int, list[Tensor]]
+    links: Links
     block: Tensor | None = None
-    out: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def offered(self) -> list[int]:
+        """Return the slices whose rows another rank of the node reads."""
+        return [s for s in range(len(self.mine)) if s not in self.near]
 
 
 @dataclass(frozen=True)
@@ -70,14 +75,14 @@ class Update:
 
 
 class Comm(ABC):
-    """One rank's endpoint of a transport. `sent` counts the payload bytes this rank has provided to others. A rank is a
-    node of its own until `share_node`."""
+    """One rank's endpoint of a transport. `sent` counts the payload bytes that this rank has provided to others, `away`
+    those of them that left its node. A rank is a node of its own until `share_node`."""
 
     name: str
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-        self.sent = 0
+        self.sent = self.away = 0
         self.links = Links.apart(rank, size)
         self.node: Node | None = None
 
@@ -86,25 +91,14 @@ class Comm(ABC):
         """Return the other ranks, starting after this one, so that not all ranks talk to rank 0 first."""
         return [(self.rank + k) % self.size for k in range(1, self.size)]
 
-    def rows(
-        self, length: int, dtype: torch.dtype, device: torch.device | None = None, wire: torch.dtype | None = None
-    ) -> Rows:
-        """Allocate memory for `exchange`, a row of `length` elements per rank. With `wire`, rows that are not shared
-        are sent in that type, and the caller fills `out` as well. Collective; once per run."""
-
-        def private(of: torch.dtype = dtype) -> Tensor:
-            return torch.zeros(length, dtype=of, device=device)
-
+    def rows(self, length: int, dtype: torch.dtype, device: torch.device | None = None) -> Rows:
+        """Allocate rows of `length` elements, one per slice. Collective; once per run."""
         shared = self.node.rows(length, dtype) if self.node else None
-        away = [r for r in self.others if r not in (shared or ())]
-        block = None if shared else torch.zeros(self.size, length, dtype=dtype, device=device)
-        pairs = dict(shared or {})
-        for r in (self.rank, *away):
-            own = private() if block is None else block[r]
-            pairs[r] = own, own if r == self.rank else private(wire or dtype)
-        mine, theirs = ([pairs[r][side] for r in range(self.size)] for side in (0, 1))
-        out = {r: private(wire) for r in away} if wire else {}
-        return Rows(mine, theirs, None if shared is None else frozenset(shared), block, out)
+        if shared is not None:
+            return shared
+        block = torch.zeros(self.size, length, dtype=dtype, device=device)
+        mine = list(block.unbind(0))
+        return Rows(mine, {s: [row] for s, row in enumerate(mine)}, Links.apart(self.rank, self.size), block)
 
     def vector(self, slice_length: int, device: torch.device | None = None) -> Tensor:
         """Allocate a float32 vector of zeros for `gather`: a rank writes its slice and reads all. Collective."""
@@ -115,35 +109,45 @@ class Comm(ABC):
         """Return this rank's slice of a padded vector, as a view."""
         return x_N.view(self.size, -1)[self.rank]
 
-    def exchange(self, *many: Rows) -> None:
-        """Make every rank's row for this rank readable: sent between nodes, in shared memory within a node."""
-        for _ in self.stream(many):
-            pass
+    def offer(self, many: Sequence[Rows], bucket: slice = WHOLE) -> None:
+        """Make a bucket of this rank's rows readable by the other ranks of its node, and theirs by this one: nothing is
+        copied. Collective."""
+        self.sent += sum(rows.mine[s][bucket].nbytes for rows in many for s in rows.offered)
+        if any(len(rows.links.mates) > 1 for rows in many):
+            self.meet()
 
-    def stream(
-        self,
-        many: Sequence[Rows],
-        buckets: Sequence[slice] = (WHOLE,),
-        prepare: Callable[[slice], None] = lambda bucket: None,
-    ) -> Iterator[slice]:
-        """Exchange rows bucket by bucket, and yield each bucket when it has arrived. `prepare` is called before a
-        bucket is sent; all are in flight at once. Collective: every rank passes the same buckets and consumes all."""
-        flights: list[list[Wait]] = []
-        for bucket in buckets:
-            prepare(bucket)
-            flights.append([self._start_rows(rows, bucket) for rows in many])
-        if any(rows.shared is not None for rows in many):  # the same on every rank, even on one alone on its node
+    def start(self, send: Mapping[int, Tensor], recv: Mapping[int, Tensor]) -> Wait:
+        """Start to send a tensor to each rank in `send` and to receive one from each in `recv`. What arrives may be
+        shorter than the memory for it. Collective between each sender and its receiver, in the same order."""
+        for to, x in send.items():
+            self._count(x.nbytes, away=to not in self.links.mates)
+        return self._start(send, recv)
+
+    def _count(self, count: int, away: bool) -> None:
+        self.sent += count
+        self.away += count * away
+
+    def meet(self) -> None:
+        """Return when every rank of this node has called it. Collective on the node."""
+        mates = self.links.mates
+        if len(self.links.nodes) == 1:
             self.barrier()
-        for bucket, flight in zip(buckets, flights, strict=True):
-            for wait in flight:
-                wait()
-            yield bucket
+            return
+        place, step = mates.index(self.rank), 1
+        token, came = torch.zeros(2, 1, dtype=torch.uint8)
+        while step < len(mates):  # after each step twice as many ranks are known to have arrived
+            after, before = mates[(place + step) % len(mates)], mates[(place - step) % len(mates)]
+            self._start({after: token}, {before: came})()
+            step *= 2
 
-    def _start_rows(self, rows: Rows, bucket: slice) -> Wait:
-        mine = {r: rows.out.get(r, rows.mine[r])[bucket] for r in self.others}
-        self.sent += sum(x.nbytes for x in mine.values())
-        away = [r for r in self.others if r not in (rows.shared or ())]
-        return self._start({r: mine[r] for r in away}, {r: rows.theirs[r][bucket] for r in away})
+    def reduces(self, device: torch.device) -> bool:
+        """Return whether this transport adds up and gathers vectors on that device itself, whole slices at a time."""
+        return False
+
+    def start_reduce(self, block: Tensor, sum: Tensor) -> Wait:
+        """Start to add up row r of every rank's block at rank r, into `sum`. Collective, if the transport `reduces`."""
+        self._count(block.nbytes * (self.size - 1) // self.size, away=len(self.links.nodes) > 1)
+        return self._start_reduce(block, sum)
 
     def gather(self, x_N: Tensor, under_way: Sequence[Wait] | None = None) -> None:
         """Make every rank's slice of a vector from `vector` readable on every rank. With `under_way`, finish what
@@ -151,21 +155,23 @@ class Comm(ABC):
         for wait in [self.start_gather(x_N)] if under_way is None else under_way:
             wait()
         if self.node is not None and self.node.holds(x_N):
-            self.barrier()
+            self.meet()
 
     def start_gather(self, x_N: Tensor, bucket: slice = WHOLE, update: Update | None = None) -> Wait:
         """Start to send a bucket of this rank's slice and to receive the others'. With `update`, the update is sent
         instead and added to the slice where it arrives; the caller has added it to this rank's own slice."""
         slices = [x_S[bucket] for x_S in x_N.view(self.size, -1).unbind(0)]
-        receivers, senders = self._peers(x_N)
+        links = self._links(x_N)
         own = slices[self.rank]
-        neighbours = len(self.node.ranks) - 1 if self.node is not None and self.node.holds(x_N) else 0
+        if update is None and self.reduces(x_N.device) and len(own) == len(self.own(x_N)):
+            self._count(own.nbytes * (self.size - 1), away=len(self.links.nodes) > 1)
+            return self._start_gather(x_N, own)
         mine = own if update is None else update.mine_S[bucket]
-        self.sent += own.nbytes * neighbours + mine.nbytes * len(receivers)
+        self.sent += own.nbytes * (len(links.mates) - 1)
         if update is None:
-            return self._start({r: own for r in receivers}, {r: slices[r] for r in senders})
-        theirs = {r: update.theirs[r][bucket] for r in senders}
-        wait = self._start({r: mine for r in receivers}, theirs)
+            return self.start({r: own for r in links.partners}, {r: slices[r] for r in links.carried})
+        theirs = {r: update.theirs[r][bucket] for r in links.carried}
+        wait = self.start({r: mine for r in links.partners}, theirs)
 
         def finish() -> None:
             wait()
@@ -176,34 +182,38 @@ class Comm(ABC):
 
     def update(self, x_N: Tensor, dtype: torch.dtype) -> Update | None:
         """Allocate memory for a gather that sends updates of x_N in that type; None, on all ranks, if none is sent."""
-        receivers, senders = self._peers(x_N)
-        if not receivers:
+        links = self._links(x_N)
+        if len(links.nodes) == 1:
             return None
         mine_S = torch.zeros(x_N.numel() // self.size, dtype=dtype, device=x_N.device)
-        return Update(mine_S, {r: torch.zeros_like(mine_S) for r in senders})
+        return Update(mine_S, {r: torch.zeros_like(mine_S) for r in links.carried})
 
-    def _peers(self, x_N: Tensor) -> tuple[list[int], list[int]]:
-        """Return the ranks to which this rank's slice of a vector is sent, and those from which slices are received."""
-        if self.node is None or not self.node.holds(x_N):
-            return self.others, self.others
-        # One rank per node receives for the whole node.
-        away = [r for r in self.others if r not in self.node.ranks]
-        return self.node.other_leaders, away if self.node.leads else []
+    def _links(self, x_N: Tensor) -> Links:
+        """Return the links by which a vector is gathered: if it is not shared, each rank receives for itself."""
+        shared = self.node is not None and self.node.holds(x_N)
+        return self.links if shared else Links.apart(self.rank, self.size)
 
     def sum(self, x: Tensor) -> None:
         """Add up every rank's x, in place. Counted as an all-reduce that sends each element twice."""
-        self.sent += 2 * x.nbytes * (self.size - 1) // self.size
+        self._count(2 * x.nbytes * (self.size - 1) // self.size, away=len(self.links.nodes) > 1)
         self._sum(x)
 
     def broadcast(self, x: Tensor, root: int = 0) -> None:
         """Copy root's x to every rank, in place."""
-        self.sent += x.nbytes if self.rank == root and self.size > 1 else 0
+        if self.rank == root and self.size > 1:
+            self._count(x.nbytes, away=len(self.links.nodes) > 1)
         self._broadcast(x, root)
 
     @abstractmethod
     def _start(self, send: Mapping[int, Tensor], recv: Mapping[int, Tensor]) -> Wait:
         """Start to send a tensor to each rank in `send` and to receive one from each in `recv`. Between two ranks,
         transfers are matched in the order of their start."""
+
+    def _start_reduce(self, block: Tensor, sum: Tensor) -> Wait:
+        raise NotImplementedError
+
+    def _start_gather(self, x_N: Tensor, own: Tensor) -> Wait:
+        raise NotImplementedError
 
     @abstractmethod
     def _sum(self, x: Tensor) -> None: ...

@@ -1,9 +1,10 @@
 """Shared memory between the ranks of one node, so that nothing is sent between them.
 
-Each row is a file in the node's memory file system, mapped by two ranks: the writer and the reader. So a rank can read
-its own slice of another rank's sums and nothing else. A vector that is the same on every rank (the model) is mapped by
-all ranks of the node: one copy per node instead of one per rank. Files are unlinked as soon as they are mapped, so a
-run leaves nothing behind, however it ends. If a run is killed before that, the next start cleans up (leftovers.py).
+A rank's rows for the slices that another rank of the node adds up - its own, and those that it carries to other nodes
+(links.py) - are one file in the node's memory file system, mapped by these two ranks. So a rank can read its share of
+another rank's sums and nothing else. A vector that is the same on every rank (the model) is mapped by all ranks of the
+node: one copy per node instead of one per rank. Files are unlinked as soon as they are mapped, so a run leaves nothing
+behind, however it ends. If a run is killed before that, the next start cleans up (leftovers.py).
 
 If memory cannot be shared (no such file system, too little space, ranks in separate containers), all ranks agree to
 fall back to sending.
@@ -25,6 +26,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from .base import Rows
 from .leftovers import MEMORY, in_use, sweep
 from .links import Links
 
@@ -43,7 +45,7 @@ def share_node(comm: Comm, node: int | None = None) -> None:
         token = torch.frombuffer(bytearray(os.urandom(8)), dtype=torch.int64).clone()
         comm.broadcast(token)  # makes the name unguessable
         comm.links = Links(comm.rank, ranks)
-        comm.node = Node(comm, ranks, MEMORY / f"fedmpi-{int(token) & (2**63 - 1):x}")
+        comm.node = Node(comm, comm.links, MEMORY / f"fedmpi-{int(token) & (2**63 - 1):x}")
         if comm.node.leads:
             sweep()
 
@@ -68,20 +70,32 @@ def ranks_by_node(comm: Comm, node: int) -> list[list[int]]:
 class Node:
     """This rank's node: which ranks are on it, and the memory that they share."""
 
-    def __init__(self, comm: Comm, nodes: list[list[int]], folder: Path) -> None:
-        self.comm, self.folder = comm, folder
-        self.ranks = next(ranks for ranks in nodes if comm.rank in ranks)
+    def __init__(self, comm: Comm, links: Links, folder: Path) -> None:
+        self.comm, self.links, self.folder = comm, links, folder
+        self.ranks = links.mates
         self.leads = comm.rank == self.ranks[0]
-        self.other_leaders = [ranks[0] for ranks in nodes if ranks is not self.ranks]
         self.made, self.refused = 0, False
         self.vectors: list[ref[Tensor]] = []  # weak: they are freed with their run
 
-    def rows(self, length: int, dtype: torch.dtype) -> dict[int, tuple[Tensor, Tensor]] | None:
-        """Return this rank's row for each other rank of the node, and that rank's row for this one; None if memory
-        cannot be shared."""
-        me, others = self.comm.rank, [r for r in self.ranks if r != self.comm.rank]
-        maps = self._share({f"{me}-{r}": length for r in others}, {f"{r}-{me}": length for r in others}, dtype)
-        return None if maps is None else {r: (maps[f"{me}-{r}"], maps[f"{r}-{me}"]) for r in others}
+    def rows(self, length: int, dtype: torch.dtype) -> Rows | None:
+        """Return rows of `length` elements that the ranks of this node add up together; None if memory cannot be
+        shared."""
+        me, links = self.comm.rank, self.links
+        added = {r: [r, *links.carried_by(r)] for r in self.ranks}  # the slices that each rank of the node adds up
+        others = [r for r in self.ranks if r != me]
+        make = {f"{me}-{r}": length * len(added[r]) for r in others}
+        maps = self._share(make, {f"{r}-{me}": length * len(added[me]) for r in others}, dtype)
+        if maps is None:
+            return None
+        files = {r: maps[f"{me}-{r}"] for r in others} | {me: self.private(length * len(added[me]), dtype)}
+        mine = {s: row for r in self.ranks for s, row in zip(added[r], files[r].view(-1, length), strict=True)}
+        theirs = {r: (maps[f"{r}-{me}"] if r in others else files[me]).view(-1, length) for r in self.ranks}
+        near = {s: [theirs[r][number] for r in self.ranks] for number, s in enumerate(added[me])}
+        return Rows([mine[s] for s in range(self.comm.size)], near, links)
+
+    def private(self, elements: int, dtype: torch.dtype) -> Tensor:
+        """Return memory of this rank alone."""
+        return torch.zeros(elements, dtype=dtype)
 
     def vector(self, slice_length: int) -> Tensor | None:
         """Return one vector for the whole node; None if memory cannot be shared."""

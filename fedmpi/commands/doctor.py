@@ -436,6 +436,8 @@ def wrong_verbs(comm: Comm, device: torch.device = CPU) -> list[str]:
         for dtype in TYPES:
             name = str(dtype).removeprefix("torch.")
             right[f"exchange of {name}{how}{where(device)}"] = try_exchange(comm, dtype, buckets, device)
+            if comm.reduces(device) and dtype != torch.bfloat16:
+                right[f"sum of rows of {name}{where(device)}"] = try_reduce(comm, dtype, device)
         right |= {f"{verb}{how}{where(device)}": good for verb, good in try_gather(comm, buckets, device).items()}
     return [verb for verb, good in right.items() if not good]
 
@@ -459,18 +461,39 @@ def try_small(comm: Comm, device: torch.device) -> dict[str, bool]:
 
 
 def try_exchange(comm: Comm, dtype: torch.dtype, buckets: Sequence[slice], device: torch.device) -> bool:
-    """Return whether every other rank's row for this rank arrives, bit by bit. Collective."""
+    """Return whether rows are readable where they are added up and arrive where they are sent. Collective."""
     me, size, length = comm.rank, comm.size, buckets[-1].stop
     rows = comm.rows(length, dtype, device)
-    for rank in range(size):
-        rows.mine[rank].copy_(random_bits(dtype, length, me * size + rank))
-    arrived = [
-        torch.equal(rows.theirs[rank][bucket].to(CPU).view(torch.int8), expected[bucket].view(torch.int8))
-        for bucket in comm.stream([rows], buckets)
-        for rank, expected in enumerate(random_bits(dtype, length, rank * size + me) for rank in range(size))
-    ]
+    for s, row in enumerate(rows.mine):
+        row.copy_(random_bits(dtype, length, me * size + s))
+    came = {r: torch.zeros_like(rows.mine[0]) for r in rows.links.partners}
+    waits = []
+    for bucket in buckets:
+        comm.offer([rows], bucket)
+        send = {s: rows.mine[s][bucket] for s in rows.links.carried}
+        waits.append(comm.start(send, {r: row[bucket] for r, row in came.items()}))
+    for wait in waits:
+        wait()
+    found = [(r, me, row) for r, row in came.items()]
+    found += [(r, s, row) for s, near in rows.near.items() for r, row in zip(rows.links.mates, near, strict=True)]
+    right = [same_bits(row, random_bits(dtype, length, r * size + s)) for r, s, row in found]
     comm.barrier()
-    return all(arrived)
+    return all(right)
+
+
+def same_bits(found: Tensor, expected: Tensor) -> bool:
+    """Return whether two tensors, of which one may be on a device, are equal bit by bit."""
+    return torch.equal(found.to(CPU).view(torch.int8), expected.view(torch.int8))
+
+
+def try_reduce(comm: Comm, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether the transport adds up rows on a device. Collective."""
+    size, length = comm.size, 1024
+    block, total = (torch.zeros(*shape, dtype=dtype, device=device) for shape in ((size, length), (length,)))
+    block.copy_((torch.arange(size * length).view(size, length) % 40 - comm.rank).to(dtype))
+    comm.start_reduce(block, total)()
+    expected = size * ((torch.arange(length) + length * comm.rank) % 40) - size * (size - 1) // 2
+    return torch.equal(total.to(CPU), expected.to(dtype))
 
 
 def try_gather(comm: Comm, buckets: Sequence[slice], device: torch.device) -> dict[str, bool]:

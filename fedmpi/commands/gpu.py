@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from .. import __version__
-from ..aggregate.exchange import averaged, reduce
+from ..aggregate.exchange import reduce
 from ..aggregate.sums import SUMS, Accumulator
 from ..clients.task import Task
 from ..clients.training import Start
@@ -173,8 +173,8 @@ def fold(kind: str, device: torch.device) -> dict[str, Tensor]:
         magnitudes = 10.0 ** torch.randint(-12, 1, (FOLDED,), generator=draw)
         sums.add((torch.rand(FOLDED, generator=draw) * magnitudes * signs).to(device), weight)
     folded = {name: getattr(sums, name).mine[0].to(CPU) for name in ("sums", "votes", "squares")}
-    means = list(averaged(SoloComm(), sums, FOLDED, sum(WEIGHTS)))
-    folded["mean"] = torch.cat([part.mean for part in means]).to(CPU)
+    buckets = reduce(SoloComm(), [(sums, sum(WEIGHTS))], FOLDED, most=len(WEIGHTS))
+    folded["mean"] = torch.cat([tile.mean for _, (tiles,) in buckets for tile in tiles]).to(CPU)
     return folded
 
 
@@ -372,8 +372,8 @@ def time_exchange(comm: Comm, device: torch.device) -> float:
     sums, model_N = Accumulator(comm, length, 10, "exact", device), comm.vector(length, device)
 
     def once() -> None:
-        for _, means in reduce(comm, sums, length * comm.size, weight=1):
-            for _ in means:
+        for _, (tiles,) in reduce(comm, [(sums, 1)], length * comm.size, most=10):
+            for _ in tiles:
                 pass
         comm.gather(model_N)
         comm.barrier()

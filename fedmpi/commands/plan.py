@@ -28,11 +28,13 @@ from torch import Tensor
 
 from ..aggregate.compress import Compressor
 from ..aggregate.sums import Accumulator, Sums, Totals
+from ..aggregate.travel import Parcels, Scattered
 from ..algorithms import Algorithm
 from ..clients.task import Task
 from ..clients.training import Start, Trainer
 from ..cohort import Cohort, Work, draw, load
 from ..comm import Comm, Rows, SoloComm, Update, Wait
+from ..comm.links import Links
 from ..comm.node import Node
 from ..data import Arrays, Data
 from ..errors import UserError
@@ -68,6 +70,8 @@ class PlanOptions:
     """World sizes to forecast."""
     ranks_per_node: int = knob(1, low=1, high=MOST_RANKS)
     """Ranks that share a node."""
+    gbit: list[float] = several("RATE", type=float)
+    """Also print how long a node's link takes per round, at these rates in Gbit/s."""
     json: bool = flag()
     """Print one JSON object per world size, with sizes in bytes."""
 
@@ -78,8 +82,8 @@ class PlanOptions:
 class DryNode(Node):
     """A node without shared memory that knows how many ranks would map each tensor."""
 
-    def __init__(self, comm: Comm, nodes: list[list[int]]) -> None:
-        super().__init__(comm, nodes, Path())
+    def __init__(self, comm: Comm) -> None:
+        super().__init__(comm, comm.links, Path())
         self.mapped: dict[int, tuple[Tensor, int]] = {}
 
     def _share(self, make: dict[str, int], find: dict[str, int], dtype: torch.dtype) -> dict[str, Tensor] | None:
@@ -88,25 +92,35 @@ class DryNode(Node):
             self.mapped[id(tensor)] = tensor, len(self.ranks) if name == "vector" else 2
         return maps
 
+    def private(self, elements: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(elements, dtype=dtype, device=META)
+
 
 class DryComm(Comm):
-    """A transport of one rank that sends nothing. `away` counts the bytes that would go to other nodes."""
+    """A transport of one rank that sends nothing."""
 
     name = "plan"
 
     def __init__(self, rank: int, nodes: list[list[int]], shares: bool) -> None:
         super().__init__(rank, sum(map(len, nodes)))
-        self.away = 0
-        self.mates = next(ranks for ranks in nodes if rank in ranks)
+        self.links, self.shares = Links(rank, nodes), shares
         if shares and self.size > 1:
-            self.node = DryNode(self, nodes)
+            self.node = DryNode(self)
+
+    def reduces(self, device: torch.device) -> bool:
+        return not self.shares
 
     def _start(self, send: Mapping[int, Tensor], recv: Mapping[int, Tensor]) -> Wait:
-        self.away += sum(x.nbytes for to, x in send.items() if to not in self.mates)
+        return lambda: None
+
+    def _start_reduce(self, block: Tensor, sum: Tensor) -> Wait:
+        return lambda: None
+
+    def _start_gather(self, x_N: Tensor, own: Tensor) -> Wait:
         return lambda: None
 
     def _sum(self, x: Tensor) -> None:
-        self.away += 0 if len(self.mates) == self.size else 2 * x.nbytes * (self.size - 1) // self.size
+        return
 
     def _broadcast(self, x: Tensor, root: int) -> None:
         return
@@ -184,7 +198,7 @@ class DryRank:
                 if id(tensor) not in seen:
                     seen.add(id(tensor))
                     rank += tensor.nbytes
-                    node += tensor.nbytes * len(self.comm.mates) // self.comm.mappers(tensor)
+                    node += tensor.nbytes * len(self.comm.links.mates) // self.comm.mappers(tensor)
             if rank:
                 sizes[name] = {"rank": rank, "node": node}
         return sizes
@@ -194,7 +208,7 @@ def tensors(thing: Any) -> Iterator[Tensor]:
     """Yield every tensor of a state or of a rank's sums; of views the tensor that has the memory."""
     if isinstance(thing, Tensor):
         yield thing if thing._base is None else thing._base
-    elif isinstance(thing, State | Sums | Accumulator | Rows | Compressor | Update):
+    elif isinstance(thing, State | Sums | Accumulator | Rows | Compressor | Update | Parcels | Scattered):
         yield from tensors(vars(thing))
     elif isinstance(thing, dict):
         yield from tensors(list(thing.values()))
@@ -212,26 +226,31 @@ def bytes_sent(
     algorithm: Algorithm, task: Task, plan: Plan, nodes: list[list[int]], shares: bool, cohorts: list[Cohort]
 ) -> dict[str, int]:
     """Return the bytes sent per round (the mean of the cohorts), as a run counts them: the total of all ranks, what of
-    it goes away to other nodes, and the most by one rank.
+    it goes away to other nodes, the most by one rank, and the most that leaves one node.
 
-    Ranks of nodes of the same size send the same, and so do rounds in which no rank has two clients, so one of each is
-    tried: the last rank of a node, as rank 0 would have to compute the meta gradient.
+    Ranks that carry equally many slices on nodes of the same size send the same, but for odd bytes at the end of the
+    parameters; so do rounds in which the same number of clients share a node. One of each is tried.
     """
-    total = away = most = 0
+    if len(nodes) == len(nodes[0]) == 1:
+        return {"total": 0, "away": 0, "most": 0, "node": 0}
+    total = away = most = node = 0
+    links = Links(0, nodes) if shares else Links.apart(0, sum(map(len, nodes)))
     for size, count in Counter(map(len, nodes)).items():
-        if size == len(nodes) == 1:  # one rank sends nothing, and would compute the meta gradient
-            continue
-        last = [node for node in nodes if len(node) == size][-1][-1]
-        rank = DryRank(DryComm(last, nodes, shares), algorithm, task, plan)
-        tried: dict[bool, tuple[int, int]] = {}
+        ranks = next(ranks for ranks in nodes if len(ranks) == size)
+        more = (links.size - size) % size  # so many ranks carry one slice more than the others
+        tried = {place: DryRank(DryComm(ranks[place], nodes, shares), algorithm, task, plan) for place in {0, size - 1}}
+        known: dict[int, dict[int, tuple[int, int]]] = {}
         for cohort in cohorts:
-            kind = cohort.most_on_a_rank == 1
-            if kind not in tried:
-                tried[kind] = rank.round(cohort)
-            total += count * size * tried[kind][0]
-            away += count * size * tried[kind][1]
-            most = max(most, tried[kind][0])
-    return {"total": total // len(cohorts), "away": away // len(cohorts), "most": most}
+            together = cohort.most_on_a_node(links.node_of)
+            if together not in known:
+                known[together] = {place: rank.round(cohort) for place, rank in tried.items()}
+            sent = known[together]
+            here = [sent[0 if place < more else size - 1] for place in range(size)]
+            total += count * sum(one for one, _ in here)
+            away += count * sum(one for _, one in here)
+            most = max(most, *(one for one, _ in here))
+            node = max(node, sum(one for _, one in here))
+    return {"total": total // len(cohorts), "away": away // len(cohorts), "most": most, "node": node}
 
 
 # Measured memory
@@ -321,6 +340,8 @@ def forecast(
 
     once = sum(part.stop - part.start for _, part in task.still.places()) if shares else 0
     still = {"rank": task.still.bytes, "node": once + (task.still.bytes - once) * local}
+    tried = DryRank(DryComm(0, nodes, shares), algorithm, task, plan)
+    tried.round(cohorts[0])  # makes the memory for what travels
     padded, vectors = layout.padded(ranks), len(algorithm.server.moments) + 1
     vectors += sum(channel.to == "shared" for channel in algorithm.local.sends)
     memory = {
@@ -330,7 +351,7 @@ def forecast(
         "split": each(sum(x.nbytes for x in (task.partition.offsets, sizes, task.partition.order))),
         **({"frozen part": still} if task.still else {}),
         "work vectors": each(4 * (2 * (padded + layout.private.length) + layout.trained)),
-        **DryRank(DryComm(0, nodes, shares), algorithm, task, plan).memory(),
+        **tried.memory(),
         "checkpoint": each(4 * padded // ranks * vectors if cfg.checkpoint.keep else 0),
     }
     if keeps:  # at the end of the run, up to --memory.limit: the rest is in files
@@ -369,7 +390,7 @@ def main(arguments: list[str]) -> int:
         print("\n".join(map(json.dumps, found)))
         return 0
     print(re.sub(r"; 1 rank [^,]*, \d+ threads? each", "", header(spec, task, SoloComm())) + "\n")
-    print("\n".join([*table(found), "", *memory_table(found)]))
+    print("\n".join([*table(found), "", *memory_table(found), *link_table(found, options.gbit)]))
     return 0
 
 
@@ -389,13 +410,15 @@ def read(arguments: list[str]) -> tuple[PlanOptions, list[str]]:
         raise UserError("plan needs world sizes, such as --ranks 2 4 64")
     if not all(1 <= ranks <= MOST_RANKS for ranks in options.ranks):
         raise UserError(f"--ranks is {options.ranks}; each must be in [1, {MOST_RANKS}]")
+    if not all(0 < rate < math.inf for rate in options.gbit):
+        raise UserError(f"--gbit is {options.gbit}; rates are in Gbit/s and above 0, such as 25 100 200")
     return options, rest
 
 
 def table(found: list[dict[str, Any]]) -> list[str]:
     """Return the table of balance, traffic and memory, one line per world size."""
     head = ("ranks", "nodes", "clients/rank", "idle ranks", "largest/mean (worst)", "waiting", "sent/round")
-    rows = [[*head, "of it away", "most by a rank", "memory/rank", "memory/node"]]
+    rows = [[*head, "of it away", "most by a rank", "most by a node", "memory/rank", "memory/node"]]
     for one in found:
         balance = one["balance"]
         row = [str(one["ranks"]), str(one["nodes"]), f"{balance['clients']:.3g} (most {balance['most']})"]
@@ -411,3 +434,15 @@ def memory_table(found: list[dict[str, Any]]) -> list[str]:
     for name in dict.fromkeys(name for one in found for name in one["memory"]):
         rows.append([name, *(amount(one["memory"][name]["rank"]) if name in one["memory"] else "-" for one in found)])
     return align(rows, "lr", rule=True)
+
+
+def link_table(found: list[dict[str, Any]], rates: list[float]) -> list[str]:
+    """Return the table of the seconds that the link of a node is busy per round, one column per rate."""
+    if not rates:
+        return []
+    rows = [["ranks", "nodes", "out of a node", *(f"at {rate:g} Gbit/s" for rate in rates)]]
+    for one in found:
+        out = one["sent"]["node"]
+        times = [f"{8e-9 * out / rate:.3g} s" for rate in rates]
+        rows.append([str(one["ranks"]), str(one["nodes"]), amount(out), *times])
+    return ["", *align(rows, "lr", rule=True)]

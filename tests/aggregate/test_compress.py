@@ -88,14 +88,13 @@ def test_buckets_change_no_bit(name: str, how: str, wire: str, monkeypatch: pyte
     algo, asked = build(resolve(Config(algorithm=name, mask="gma", rounds=4))), narrow(sum=how, wire=wire)
     one = federate(3, asked, algo)[0]
     monkeypatch.setattr("fedmpi.aggregate.exchange.SMALLEST", 5)
-    monkeypatch.setattr("fedmpi.aggregate.exchange.TILE", 7)
+    monkeypatch.setattr("fedmpi.aggregate.travel.TILE", 7)
     calls: list[int] = []
     start = Comm.start_gather
     monkeypatch.setattr(Comm, "start_gather", lambda self, *args: (calls.append(self.rank), start(self, *args))[1])
     several = federate(3, asked, algo)[0]
     assert torch.equal(one[0].model_N, several[0].model_N) and one[1][-1].kept == several[1][-1].kept
-    assert [r.bytes_sent for r in one[1]] == [r.bytes_sent for r in several[1]]
-    assert (calls.count(0) >= 4 * 3) == (name != "fedgma2021"), "each round in four, but where a channel moves it again"
+    assert calls.count(0) >= 4 * 3, "each round in four"
 
 
 def test_alone_nothing_is_rounded() -> None:
@@ -141,7 +140,7 @@ def means(comm: Comm, turns: list[tuple[Tensor, int]], feedback: bool) -> tuple[
     """The sum of this rank's slices of the means, and what it has left over; each rank adds (x, weight) in a turn."""
     length = turns[0][0].numel() // comm.size
     sums, model_N = Accumulator(comm, length, 5, "float32", wire="bf16"), comm.vector(length)
-    wire, summed = Compressor(comm, sums.sums, sums.slice, model_N), torch.zeros(length, dtype=torch.float64)
+    wire, summed = Compressor(comm, sums.sums, sums.rounded, model_N), torch.zeros(length, dtype=torch.float64)
     unsent = nothing_unsent(model_N, length)["sums"]
     for x, weight in turns:
         everybody = weight * comm.size
@@ -151,7 +150,7 @@ def means(comm: Comm, turns: list[tuple[Tensor, int]], feedback: bool) -> tuple[
         def prepare(bucket: slice, everybody=everybody) -> None:
             wire.round_sums(unsent, everybody, bucket)
 
-        made: list[Averages] = each(reduce(comm, sums, x.numel(), everybody, prepare=prepare))
+        made: list[Averages] = each(reduce(comm, [(sums, everybody)], x.numel(), 1, prepare))
         summed += torch.cat([part.mean for part in made])
         if not feedback:
             unsent.zero_()
@@ -185,10 +184,10 @@ def test_votes_are_those_of_the_deltas_whatever_is_left_over() -> None:
 
     def work(comm: Comm) -> list[int]:
         sums, model_N = Accumulator(comm, 2, 2, "float32", wire="bf16"), comm.vector(2)
-        wire, unsent = Compressor(comm, sums.sums, sums.slice, model_N), torch.full((4,), -0.5)
+        wire, unsent = Compressor(comm, sums.sums, sums.rounded, model_N), torch.full((4,), -0.5)
         sums.reset(2)
         sums.add(torch.full((4,), 1e-3), 1)
-        made = each(reduce(comm, sums, 4, 2, one_each=True, prepare=lambda bucket: wire.round_sums(unsent, 2, bucket)))
+        made = each(reduce(comm, [(sums, 2)], 4, 1, lambda bucket: wire.round_sums(unsent, 2, bucket)))
         return [vote for part in made for vote in part.votes.tolist()]
 
     assert run_threads(2, work) == [[2, 2], [2, 2]]
@@ -197,7 +196,7 @@ def test_votes_are_those_of_the_deltas_whatever_is_left_over() -> None:
 def test_the_update_of_the_model_is_unbiased_too() -> None:
     def work(comm: Comm) -> tuple[Tensor, Tensor]:
         sums, model_N = Accumulator(comm, 3, 2, "float32", wire="bf16"), comm.vector(3)
-        wire, unsent_S = Compressor(comm, sums.sums, sums.slice, model_N), torch.zeros(3)
+        wire, unsent_S = Compressor(comm, sums.sums, sums.rounded, model_N), torch.zeros(3)
         for _ in range(50):
             wire.remember(model_N)
             comm.own(model_N).add_(torch.tensor([ODD, 0.0, -3 * ODD]))

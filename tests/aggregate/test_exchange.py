@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedmpi.aggregate.exchange import averaged, cut, reduce
+from fedmpi.aggregate.exchange import reduce
 from fedmpi.aggregate.mean import mean, mean_square, votes
 from fedmpi.aggregate.sums import FRACTION_BITS, SUMS, Accumulator, Unusable
+from fedmpi.aggregate.travel import cut
 from fedmpi.comm import Comm
 from fedmpi.comm.threads import run_threads
 
@@ -68,7 +69,8 @@ def collective(case: Case, how: str, one_each: bool = False, squares: bool = Fal
         if not weight.item():
             return None
         before = comm.sent
-        made = each(reduce(comm, sums, length, int(weight), one_each))
+        most = 1 if one_each else max(2, *map(case.ranks.count, case.ranks))  # with 1, votes would be read off
+        made = each(reduce(comm, [(sums, int(weight))], length, most))
         stops = [p.stop for p in made]
         assert [p.start for p in made] == [comm.rank * padded // comm.size, *stops[:-1]], "tiles follow each other"
         of_squares = [p.square for p in made if p.square is not None]
@@ -215,16 +217,20 @@ def test_one_bad_client_is_renormalised_away() -> None:
     assert outcome.mean.item() == 3.0 and outcome.votes.item() == 2  # (1*1 + 2*4) / 3
 
 
-@pytest.mark.parametrize(("how", "sum_bytes"), [("exact", 8), ("float32", 4)])
+HEADER = 8  # of a parcel of one tile, if the size of its numbers varies
+
+
+@pytest.mark.parametrize(("how", "sum_bytes"), [("exact", 6), ("float32", 4)])
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_what_travels_is_one_slice_to_each_other_rank(how: str, sum_bytes: int, size: int) -> None:
-    """No rank holds another client's full tensor: N/W elements come from each of the others, never N from any."""
-    length = 12 * size
+    """No rank holds another client's full tensor: N/W elements come from each of the others, never N from any. Numbers
+    up to 2^46 take six bytes, votes from -2 to 2 four bits."""
+    length = 16 * size
     deltas = np.random.default_rng(0).normal(size=(size, length)).astype(np.float32)
     outcome = collective(Case(deltas, [1] * size, list(range(size)), size), how)
     assert outcome is not None
-    slice_length = length // size
-    assert outcome.sent == [(size - 1) * slice_length * (sum_bytes + 1)] * size
+    each = 16 * sum_bytes + 16 // 2 + HEADER * (how == "exact")
+    assert outcome.sent == [(size - 1) * each] * size
 
 
 @pytest.mark.parametrize("how", SUMS)
@@ -232,7 +238,7 @@ def test_small_tiles_give_what_one_gives(how: str, monkeypatch: pytest.MonkeyPat
     deltas = np.random.default_rng(1).normal(size=(6, 101)).astype(np.float32)
     case = Case(deltas, [1, 2, 3, 4, 5, 6], [0, 0, 1, 1, 2, 2], 3)
     one = collective(case, how)
-    monkeypatch.setattr("fedmpi.aggregate.exchange.TILE", 4)
+    monkeypatch.setattr("fedmpi.aggregate.travel.TILE", 4)
     many = collective(case, how)
     assert one is not None and many is not None
     assert torch.equal(one.mean, many.mean) and torch.equal(one.votes, many.votes)
@@ -299,17 +305,22 @@ def test_the_exact_mean_square_is_the_same_bits_on_any_ranks(case: Case, size: i
 
 
 @pytest.mark.parametrize(
-    ("how", "one_each", "bytes_each"),
-    [("exact", False, 8 + 1 + 8), ("float32", False, 4 + 1 + 4), ("float32", True, 4 + 4), ("exact", True, 8 + 1 + 8)],
+    ("how", "one_each", "sums", "squares"),
+    [
+        ("exact", False, 12 * 6 + 6 + HEADER, 12 * 8 + HEADER),
+        ("exact", True, 12 * 6 + 3 + HEADER, 12 * 8 + HEADER),
+        ("float32", False, 12 * 4 + 6, 12 * 4),
+        ("float32", True, 12 * 4, 12 * 4),
+    ],
 )
-def test_squares_travel_only_where_they_are_asked_for(how: str, one_each: bool, bytes_each: int) -> None:
+def test_squares_travel_only_where_they_are_asked_for(how: str, one_each: bool, sums: int, squares: int) -> None:
     size, slice_length = 3, 12
     deltas = np.random.default_rng(0).normal(size=(size, size * slice_length)).astype(np.float32)
     case = Case(deltas, [1] * size, list(range(size)), size)
-    with_squares, without = (collective(case, how, one_each, squares) for squares in (True, False))
+    with_squares, without = (collective(case, how, one_each, asked) for asked in (True, False))
     assert with_squares is not None and without is not None
-    assert with_squares.sent == [(size - 1) * slice_length * bytes_each] * size
-    assert without.sent == [(size - 1) * slice_length * (bytes_each - (8 if how == "exact" else 4))] * size
+    assert with_squares.sent == [(size - 1) * (sums + squares)] * size
+    assert without.sent == [(size - 1) * sums] * size
     assert torch.equal(with_squares.mean, without.mean) and torch.equal(with_squares.votes, without.votes)
 
 
@@ -319,7 +330,7 @@ def test_buffers_have_a_mean_and_no_mean_square(size: int) -> None:
         sums = Accumulator(comm, 30 // size, 5, "exact", squares=4)
         sums.reset(total=size)
         sums.add(torch.full((30,), 0.5), 1)
-        return [(p.start < 4, p.square is not None) for p in each(reduce(comm, sums, 4, size))]
+        return [(p.start < 4, p.square is not None) for p in each(reduce(comm, [(sums, size)], 4, 1))]
 
     for of_params, squared in sum(run_threads(size, work), []):
         assert of_params == squared
@@ -329,8 +340,8 @@ def test_buffers_have_a_mean_and_no_mean_square(size: int) -> None:
 def test_further_vectors_travel_in_the_same_exchange(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two exchanges would wait for the slowest rank twice."""
     calls: list[int] = []
-    stream = Comm.stream
-    monkeypatch.setattr(Comm, "stream", lambda self, *args: (calls.append(self.rank), stream(self, *args))[1])
+    offer = Comm.offer
+    monkeypatch.setattr(Comm, "offer", lambda self, *args: (calls.append(self.rank), offer(self, *args))[1])
 
     def work(comm: Comm) -> tuple[list[float], list[float], list[bool]]:
         deltas, other = Accumulator(comm, 4, 3, how), Accumulator(comm, 4, 3, "exact", votes=False)
@@ -338,8 +349,8 @@ def test_further_vectors_travel_in_the_same_exchange(how: str, monkeypatch: pyte
         other.reset(total=3)
         deltas.add(torch.full((12,), comm.rank + 1.0), comm.rank + 1)
         other.add(torch.arange(12.0) * comm.rank, 1)
-        first = each(reduce(comm, deltas, 10, 6, others=[other]))
-        second = list(averaged(comm, other, 10, 3))
+        buckets = [[list(tiles) for tiles in parts] for _, parts in reduce(comm, [(deltas, 6), (other, 3)], 10, 1)]
+        ((first, second),) = buckets
         means = [[x for p in some for x in p.mean.tolist()] for some in (first, second)]
         return means[0], means[1], [p.votes is None and p.square is None for p in second]
 

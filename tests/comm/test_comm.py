@@ -48,7 +48,7 @@ def contract_sent_and_shared(comm: Comm) -> None:
     assert comm.node is not None and comm.node.ranks == list(range(comm.size))
     check_contract(comm)
     rows = comm.rows(4, torch.int64)
-    assert rows.shared == set(comm.others)
+    assert rows.block is None and len(rows.near[comm.rank]) == comm.size
     comm.barrier()  # the first rank of the node unlinks the files when all have mapped them
     check_reach(comm)
     share_node(comm, node=min(comm.rank, 1))
@@ -74,7 +74,7 @@ def check_sharing_refused(comm: Comm) -> None:
     logger = logging.getLogger("fedmpi")
     logger.addFilter(lambda record: warnings.append(record.getMessage()) or False)
     rows = comm.rows(10, torch.float32)
-    assert rows.shared is None and comm.vector(2) is not None
+    assert rows.block is not None and comm.vector(2) is not None
     assert [w for w in warnings if "cannot share memory" in w] or comm.rank != comm.size - 1
     check_contract(comm)
     if comm.rank != comm.size - 1:
@@ -111,7 +111,7 @@ def hang(comm: Comm, culprit: int) -> None:
         time.sleep(8)  # alive, but takes no part
         return
     with pytest.raises(RunError, match=rf"rank {culprit} of {comm.size} did not answer: hung .* the timeout of 2 s"):
-        comm.exchange(rows)
+        comm.start({r: rows.mine[r] for r in comm.others}, {r: torch.zeros(1000) for r in comm.others})()
 
 
 def die(comm: Comm, culprit: int) -> None:
@@ -190,7 +190,7 @@ def test_mpi_names_the_rank_that_hangs_and_ends_the_job(mpiexec: list[str]) -> N
 def test_threads_name_the_missing_rank() -> None:
     def work(comm: Comm) -> None:
         if comm.rank != 1:
-            comm.exchange(comm.rows(2, torch.float32))
+            comm.start({0: torch.zeros(2)}, {1: torch.zeros(2)})()
 
     with pytest.raises(RunError, match=r"no answer from ranks \[1\]"):
         run_threads(3, work, timeout=0.2)

@@ -94,8 +94,13 @@ def test_planned_bytes_are_those_that_real_ranks_count(
     for name in names:
         rounds = [record["bytes_sent"] for record in shell.metrics(tmp_path / name)]
         (plan,) = planned(capsys, "--ranks", str(ranks), "--ranks_per_node", str(ranks_per_node), *TINY, *RUNS[name])
-        assert plan["sent"]["total"] == sum(rounds) // len(rounds), name
-        assert (plan["sent"]["away"] > 0) == (ranks > ranks_per_node), name
+        away = [record["bytes_between_nodes"] for record in shell.metrics(tmp_path / name)]
+        whole = "float32" not in RUNS[name] or "scaffold" in name  # exact sums take 4 to 8 bytes, and 5 are planned
+        for planned_bytes, counted in ((plan["sent"]["total"], rounds), (plan["sent"]["away"], away)):
+            real = sum(counted) / len(counted)
+            low, high = (0.8, 1.4) if whole else (0.9999, 1.0001)  # packed votes may have an odd half byte
+            assert low * planned_bytes <= real <= high * planned_bytes, name
+        assert plan["sent"]["away"] > 0 and plan["sent"]["node"] >= plan["sent"]["away"] / plan["nodes"], name
 
 
 WIDE = """
@@ -161,8 +166,9 @@ def test_memory_follows_what_an_algorithm_keeps(capsys: pytest.CaptureFixture[st
 def test_rows_for_other_nodes_are_not_shared(capsys: pytest.CaptureFixture[str]) -> None:
     (one,) = planned(capsys, "--ranks", "2", "--ranks_per_node", "2", *TINY)
     (two,) = planned(capsys, "--ranks", "2", *TINY)
-    assert one["memory"]["sums"]["rank"] == two["memory"]["sums"]["rank"]
+    assert 2 * one["memory"]["sums"]["rank"] == 3 * two["memory"]["sums"]["rank"]  # with the mate's for its slice
     assert two["memory"]["sums"]["node"] == two["memory"]["sums"]["rank"]
+    assert two["memory"]["of the wire"]["rank"] > 2 * 4 * 11844 > 100 * one["memory"]["of the wire"]["rank"]
     assert two["nodes"] == 2 and one["nodes"] == 1
 
 
@@ -170,12 +176,13 @@ def test_a_thousand_ranks_can_be_planned(capsys: pytest.CaptureFixture[str]) -> 
     small, large = planned(capsys, "--ranks", "4", "1024", "--ranks_per_node", "4", *TINY)
     assert large["nodes"] == 256 and large["balance"]["empty"] == 1019
     assert large["balance"]["clients"] == 5 / 1024 and large["balance"]["most"] == 1
-    assert 1 < large["sent"]["most"] / small["sent"]["most"] < 2  # a rank sends hardly more, all of them much more
+    assert large["sent"]["most"] < 1.2 * small["sent"]["most"]  # a rank sends hardly more, all of them much more
+    assert large["sent"]["total"] > 200 * small["sent"]["total"]
 
 
 def test_one_rank_sends_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     (plan,) = planned(capsys, "--ranks=1", *TINY, "--algorithm", "fedmeta", "--meta.size", "20")
-    assert plan["sent"] == {"total": 0, "away": 0, "most": 0}
+    assert plan["sent"] == {"total": 0, "away": 0, "most": 0, "node": 0}
 
 
 def test_balance_is_that_of_the_real_draw(capsys: pytest.CaptureFixture[str]) -> None:
@@ -283,3 +290,23 @@ def test_the_benchmark_of_the_balance_prints_what_ranks_wait() -> None:
 def test_a_benchmark_refuses_impossible_options(name: str, arguments: list[str], words: str) -> None:
     done = benchmark(name, *arguments)
     assert done.returncode == 2 and words in done.stderr
+
+
+def test_what_leaves_a_node_does_not_grow_with_its_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    sent = [
+        planned(capsys, "--ranks", str(2 * n), "--ranks_per_node", str(n), "--sum", "float32", *TINY)[0]["sent"]
+        for n in (1, 2, 4, 8)
+    ]
+    assert max(one["node"] for one in sent) < 1.03 * min(one["node"] for one in sent)
+    assert [one["away"] <= one["total"] for one in sent] == [True] * 4 and sent[3]["total"] > 4 * sent[0]["total"]
+
+
+def test_the_time_on_the_link_of_a_node(capsys: pytest.CaptureFixture[str]) -> None:
+    (plan,) = planned(capsys, "--ranks", "4", "--ranks_per_node", "2", *TINY)
+    assert main(["plan", "--ranks", "4", "--ranks_per_node", "2", "--gbit", "0.001", "25", *TINY]) == 0
+    head, _, row = capsys.readouterr().out.splitlines()[-3:]
+    assert head.split() == "ranks nodes out of a node at 0.001 Gbit/s at 25 Gbit/s".split()
+    bits = 8 * plan["sent"]["node"]
+    assert row.split()[-4:] == [f"{bits / 1e6:.3g}", "s", f"{bits / 25e9:.3g}", "s"]
+    assert main(["plan", "--ranks", "4", "--gbit", "0", *TINY]) == 2
+    assert "--gbit is [0.0]; rates are in Gbit/s and above 0" in capsys.readouterr().err
