@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import REPO, need
 from federation import algorithm, each, norm_model, plan, run_rounds, tasks
 from torch import Tensor
 
@@ -283,41 +277,6 @@ def test_a_checkpoint_of_a_run_without_it_can_be_gone_on_from(tmp_path: Path) ->
     for state in run_threads(2, lambda comm: resumed(comm, tmp_path, algo, ours[comm.rank])):
         assert torch.equal(state.model_N, states[0].model_N)
         assert not any(vector.any() for vector in state.unsent.values())
-
-
-# ----------------------------------------------------------------------------------------------- over a network link
-
-LINK = [sys.executable, str(REPO / "benchmarks" / "link.py")]
-
-
-def namespaces() -> list[str]:
-    return [path.name for path in Path("/run/netns").glob("fedmpi-*")] if Path("/run/netns").is_dir() else []
-
-
-@pytest.mark.launchers
-def test_the_benchmark_over_a_link_counts_the_bytes_that_travel() -> None:
-    need("link", os.geteuid() == 0, "network namespaces are made by root only")
-    need("link", bool(shutil.which("ip") and shutil.which("tc")), "ip and tc were not found: install iproute2")
-    tiny = ["--ranks", "2", "--transport", "gloo", "--parameters", "100000", "--turns", "1", "--json"]
-    process = subprocess.Popen([*LINK, *tiny], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        out, err = process.communicate(timeout=100)
-    finally:
-        process.terminate()
-    need("link", "could not be made" not in err, err.splitlines()[-1] if err else "")  # bridges, shaping: the kernel's
-    assert process.returncode == 0, err
-    rows = {row["case"]: row for row in map(json.loads, out.splitlines())}
-    sent = {case: row["payload_bytes"] / 100_000 / 2 for case, row in rows.items()}  # bytes an element that a rank has
-    assert sent["plain all-reduce (mean)"] == 4.0
-    assert (sent["GMA float32"], sent["GMA exact"], sent["GMA bf16 on the wire"]) == (4.5, 6.5, 2.5)
-    for row in rows.values():
-        assert row["port_bytes"] * 2 > row["payload_bytes"] * 0.99, "it went through the ports, and not through memory"
-    assert not [name for name in namespaces() if f"-{process.pid}-" in name], "nothing is left behind"
-
-
-def test_the_benchmark_over_a_link_refuses_what_it_cannot_do() -> None:
-    done = subprocess.run([*LINK, "--ranks", "1"], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 2 and "--ranks 1 must be 2 to 16" in done.stderr
 
 
 # ----------------------------------------------------------------------------------------------------------- mistakes
