@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 
@@ -93,16 +94,13 @@ def draw(
     count: int,
     ranks: int,
     work: Work = A_STEP_A_SAMPLE,
-    at_home: bool = False,
+    homes: Homes | None = None,
 ) -> Cohort:
-    """Draw `count` clients without replacement and place them by their load, or each on its home rank."""
+    """Draw `count` clients without replacement and place them by load: on all ranks, or on those of their home."""
     cids = np.sort(generator(seed, "cohort", round).choice(len(sizes), count, replace=False, shuffle=False)).tolist()
     weights = sizes[cids].tolist()
-    if at_home:
-        placed = tuple(home(cid, ranks) for cid in cids)
-    else:
-        placed = place([load(work, seed, round, c, w) for c, w in zip(cids, weights, strict=True)], ranks)
-    return Cohort(tuple(cids), tuple(weights), placed)
+    loads = [load(work, seed, round, c, w) for c, w in zip(cids, weights, strict=True)]
+    return Cohort(tuple(cids), tuple(weights), place(loads, ranks) if homes is None else homes.place(cids, loads))
 
 
 def load(work: Work, seed: int, round: int, cid: int, samples: int) -> int:
@@ -118,11 +116,6 @@ def load(work: Work, seed: int, round: int, cid: int, samples: int) -> int:
     return work.batch * (4 + steps) + 4 * (epochs * samples + min(rest * work.batch, samples))
 
 
-def home(cid: int, ranks: int) -> int:
-    """Return the rank that keeps a client's memory."""
-    return cid % ranks
-
-
 def place(loads: list[int], ranks: int) -> tuple[int, ...]:
     """Return a rank for each client: the longest first, each to the least loaded rank (ties: the lowest rank)."""
     busy = [(0, rank) for rank in range(ranks)]
@@ -132,3 +125,67 @@ def place(loads: list[int], ranks: int) -> tuple[int, ...]:
         placed[i] = rank
         heapq.heappush(busy, (load + loads[i], rank))
     return tuple(placed)
+
+
+@dataclass(frozen=True)
+class Homes:
+    """The node where each client is at home: any of its ranks reaches what the client keeps, and no other."""
+
+    nodes: Sequence[Sequence[int]]
+    """the ranks of each node"""
+    of: np.ndarray | None = None
+    """the node of each client; None if there is only one"""
+
+    @property
+    def ranks(self) -> int:
+        """Return the number of ranks."""
+        return sum(map(len, self.nodes))
+
+    def node(self, cid: int) -> int:
+        """Return the node where a client is at home."""
+        return 0 if self.of is None else int(self.of[cid])
+
+    def place(self, cids: Sequence[int], loads: Sequence[int]) -> tuple[int, ...]:
+        """Return a rank of its home for each client, longest first."""
+        here: dict[int, list[int]] = {}
+        for i, cid in enumerate(cids):
+            here.setdefault(self.node(cid), []).append(i)
+        placed = [0] * len(cids)
+        for node, members in here.items():
+            ranks = self.nodes[node]
+            for i, rank in zip(members, place([loads[i] for i in members], len(ranks)), strict=True):
+                placed[i] = ranks[rank]
+        return tuple(placed)
+
+
+HEAVIEST = 10_000  # clients that are placed one by one
+GOLDEN = 2654435769  # the golden ratio of 2**32
+
+
+def find_homes(sizes: np.ndarray, work: Work, nodes: Sequence[Sequence[int]]) -> Homes:
+    """Return homes with about equal loads per rank, each client's as if it did all of its work.
+
+    The heaviest clients are placed longest first on all ranks, and are at home on the node of their rank. The others,
+    the next heaviest first, are dealt in fixed proportions to the nodes by what each has left: multiples of the golden
+    ratio, modulo 1, fall evenly into intervals, so a node gets its share of the large clients as of the small ones.
+    """
+    if len(nodes) == 1:
+        return Homes(nodes)
+    samples, which = np.unique(sizes, return_inverse=True)
+    in_full = replace(work, share=full)
+    loads = np.array([load(in_full, 0, 0, 0, int(count)) for count in samples], dtype=np.int64)[which]
+    order = np.argsort(-loads, kind="stable")
+    heaviest, others = order[:HEAVIEST], order[HEAVIEST:]
+    ranks = sum(map(len, nodes))
+    node_of = np.empty(ranks, dtype=np.int32)
+    for node, members in enumerate(nodes):
+        node_of[list(members)] = node
+    of = np.empty(len(sizes), dtype=np.int32)
+    of[heaviest] = node_of[list(place(loads[heaviest].tolist(), ranks))]
+    busy, total = np.zeros(len(nodes), dtype=np.int64), int(loads.sum())
+    np.add.at(busy, of[heaviest], loads[heaviest])
+    left = [max(total * len(members) // ranks - int(b), 0) for members, b in zip(nodes, busy, strict=True)]
+    bounds = [upto * 2**32 // max(sum(left), 1) for upto in accumulate(left)]
+    turns = np.arange(len(others), dtype=np.uint64) * np.uint64(GOLDEN) % np.uint64(2**32)
+    of[others] = np.searchsorted(np.array(bounds[:-1], dtype=np.uint64), turns, side="right")
+    return Homes(nodes, of)

@@ -33,6 +33,7 @@ from .aggregate.sums import PHASES, Sums, Totals
 from .algorithms import Algorithm
 from .cohort import Work, draw
 from .comm import Comm
+from .comm.blocks import NodeBlocks
 from .errors import CommonError, RunError, UserError
 from .flat import Layout
 from .local import LocalRule, Update
@@ -51,7 +52,7 @@ class State:
     ints: Tensor  # the model's integer buffers
     moments: dict[str, Tensor]  # the server's moments, of this rank's slice
     shared: dict[str, Tensor] = field(default_factory=dict)  # moved by channels, the same on every rank (SCAFFOLD's c)
-    memory: Memory = field(default_factory=Memory)  # what this rank's home clients have kept (SCAFFOLD's c_n)
+    memory: Memory = field(default_factory=Memory)  # what the clients of this node have kept (SCAFFOLD's c_n)
     unsent: dict[str, Tensor] = field(default_factory=dict)
 
     def vectors(self, comm: Comm) -> dict[str, Tensor]:
@@ -164,13 +165,14 @@ def begin(
     model_N = comm.vector(length, start_N.device)
     comm.own(model_N).copy_(comm.own(start_N))
     comm.gather(model_N)
+    memory = Memory(rule.keeps, clients.layout.params) if memory is None else memory
     return State(
         round=0,
         model_N=model_N,
         ints=ints,
         moments={name: torch.full((length,), value, device=device) for name, value in algorithm.server.moments.items()},
         shared={c.name: comm.vector(length, start_N.device) for c in rule.sends if c.to == "shared"},
-        memory=Memory(rule.keeps, clients.layout.params) if memory is None else memory,
+        memory=memory.connect(clients.sizes, NodeBlocks(comm)),
         unsent=nothing_unsent(start_N, length) if wire == "bf16" else {},
     )
 
@@ -217,9 +219,9 @@ def run_round(
 ) -> tuple[State, Report]:
     """Run one round of any algorithm. Collective."""
     t = state.round + 1
-    cohort = draw(plan.seed, t, clients.sizes, plan.cohort, comm.size, plan.work, at_home=bool(algorithm.local.keeps))
+    cohort = draw(plan.seed, t, clients.sizes, plan.cohort, comm.size, plan.work, state.memory.homes)
+    state.memory.reserve(cohort.cids)  # before bytes are counted: ranks may meet to make rows
     sums.reset(cohort, t, state.ints)
-    state.memory.discard()
 
     # 1. Train this rank's clients. Each update is added to the sums and forgotten.
     for update in clients.train(cohort.on(comm.rank), state, algorithm.local, plan.work):
@@ -238,7 +240,7 @@ def run_round(
     if algorithm.meta is not None and sums.meta is not None:
         with sums.clock("meta"):
             take_meta_step(state.model_N, state.ints, t, algorithm.meta, clients, sums.meta, comm)
-    state.memory.commit()
+    state.memory.commit(totals.used)
     return state, summarise(state, stats, totals, sums, comm)
 
 
@@ -283,15 +285,14 @@ def summarise(state: State, stats: Stats, totals: Totals, sums: Sums, comm: Comm
             f"round {state.round}: mask and server's step left the model with NaN or infinity; lower --server.lr"
             " (--meta.lr, where there is a meta step)"
         )
-    params = sums.layout.params
     up, down = traffic(sums.rule, sums.layout, totals)
     return Report(
         round=state.round,
         clients=totals.clients,
         dropped=totals.dropped,
         train_loss=totals.loss,
-        kept=kept / params,
-        agreement=votes / params / totals.clients,
+        kept=kept / sums.layout.params,
+        agreement=votes / sums.layout.params / totals.clients,
         bytes_sent=bytes_sent,
         bytes_between_nodes=bytes_away,
         seconds={phase: t / comm.size / 1e6 for phase, t in zip(PHASES, times, strict=True)},

@@ -26,7 +26,8 @@ from fedmpi.algorithms import ALGORITHMS, Algorithm, MetaStep
 from fedmpi.clients.task import Task
 from fedmpi.clients.training import Start
 from fedmpi.cohort import Work, draw, make_share
-from fedmpi.comm import Comm, SoloComm
+from fedmpi.comm import Comm, SoloComm, tell_all
+from fedmpi.comm.blocks import NodeBlocks
 from fedmpi.comm.threads import run_threads
 from fedmpi.local import Descent, Job, LocalResult, LocalRule, uga
 from fedmpi.local.memory import Memory
@@ -691,10 +692,12 @@ def take_up(kept: dict[str, Any], algo: Algorithm, task: Task, comm: Comm) -> St
         out_N = comm.vector(v_N.numel() // comm.size)
         return out_N.copy_(v_N)
 
-    memory = Memory(algo.local.keeps, task.layout.params)
+    memory = Memory(algo.local.keeps, task.layout.params).connect(task.sizes, NodeBlocks(comm))
+    everyone = [json.loads(text) for text in tell_all(comm, json.dumps(sorted(kept["memory"])))]
+    memory.reserve(sorted(sum(everyone, [])))
     for cid, values in kept["memory"].items():
         memory.stage(cid, values)
-    memory.commit()
+    memory.commit(sum(everyone, []))
     shared = {name: vector(v_N) for name, v_N in kept["shared"].items()}
     return State(kept["round"], vector(kept["model"]), kept["ints"], kept["moments"], shared, memory)
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import time
 import tracemalloc
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedmpi.cohort import Cohort, Work, draw, full, home, load, make_share, place
+from fedmpi.cohort import A_STEP_A_SAMPLE, Cohort, Work, draw, find_homes, full, load, make_share, place
 from fedmpi.data import Partition
 from fedmpi.errors import UserError
 
@@ -180,27 +181,84 @@ def test_a_straggler_leaves_room_on_its_rank() -> None:
 # Homes
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-def test_homes_go_round_the_ranks(ranks: int) -> None:
-    assert [home(cid, ranks) for cid in range(2 * ranks)] == [*range(ranks), *range(ranks)]
+NODES = st.lists(st.integers(1, 4), min_size=1, max_size=4)
+
+
+def nodes_of(counts: list[int]) -> list[list[int]]:
+    """Nodes with so many ranks each."""
+    ends = np.cumsum([0, *counts]).tolist()
+    return [list(range(first, last)) for first, last in pairwise(ends)]
 
 
 @settings(deadline=None)
-@given(SIZES, SEEDS, st.integers(1, 1000), st.integers(1, 8), st.data())
-def test_a_client_with_a_memory_trains_at_home_in_every_round(
-    sizes: list[int], seed: int, round: int, ranks: int, data: st.DataObject
+@given(SIZES, SEEDS, st.integers(1, 1000), NODES, st.data())
+def test_a_client_with_a_memory_trains_on_a_rank_of_its_home_and_there_longest_first(
+    sizes: list[int], seed: int, round: int, counts: list[int], data: st.DataObject
 ) -> None:
-    count = data.draw(st.integers(1, len(sizes)))
-    cohort = draw(seed, round, np.array(sizes), count, ranks, Work(), at_home=True)
-    assert cohort.ranks == tuple(cid % ranks for cid in cohort.cids)
-    elsewhere = draw(seed, round, np.array(sizes), count, ranks, Work())
+    nodes, count = nodes_of(counts), data.draw(st.integers(1, len(sizes)))
+    work = Work(epochs=2, batch=8)
+    homes = find_homes(np.array(sizes), work, nodes)
+    cohort = draw(seed, round, np.array(sizes), count, sum(counts), work, homes)
+    elsewhere = draw(seed, round, np.array(sizes), count, sum(counts), work)
     assert (cohort.cids, cohort.weights) == (elsewhere.cids, elsewhere.weights)
+    assert len(counts) > 1 or cohort == elsewhere, "on one node nothing is lost"
+    for node, ranks in enumerate(nodes):
+        there = [i for i, cid in enumerate(cohort.cids) if homes.node(cid) == node]
+        placed = place([load(work, seed, round, cohort.cids[i], cohort.weights[i]) for i in there], len(ranks))
+        assert [cohort.ranks[i] for i in there] == [ranks[rank] for rank in placed]
 
 
-def test_homes_can_leave_a_rank_without_clients_and_another_with_all() -> None:
-    cohort = draw(0, 1, np.ones(100, dtype=np.int64), 5, 2, at_home=True)
-    assert cohort.cids == (29, 30, 43, 45, 93) and cohort.ranks == (1, 0, 1, 1, 1)
-    assert cohort.most_on_a_rank == 4
+@settings(deadline=None)
+@given(SIZES, NODES)
+def test_homes_are_as_even_as_longest_first_makes_them(sizes: list[int], counts: list[int]) -> None:
+    nodes, work = nodes_of(counts), Work(batch=8)
+    homes = find_homes(np.array(sizes), work, nodes)
+    each = [load(work, 0, 1, cid, size) for cid, size in enumerate(sizes)]
+    for node, ranks in enumerate(nodes):
+        there = sum(cost for cid, cost in enumerate(each) if homes.node(cid) == node)
+        assert there <= len(ranks) * (sum(each) / sum(counts) + max(each))
+
+
+@pytest.mark.parametrize("counts", [[2, 2], [3, 1], [1] * 5])
+def test_homes_of_many_clients_are_even_in_load_and_in_every_class_of_size(
+    counts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedmpi.cohort.HEAVIEST", 100)
+    rng = np.random.default_rng(3)
+    sizes = np.maximum(rng.pareto(1.2, 20_000) * 20, 1).astype(np.int64)
+    homes = find_homes(sizes, Work(), nodes_of(counts))
+    assert homes.of is not None
+    each = np.array([load(Work(), 0, 1, 0, int(size)) for size in sizes])
+    share = np.array(counts) / sum(counts)
+    there = np.bincount(homes.of, weights=each) / each.sum()
+    assert abs(there / share - 1).max() < 0.01
+    small = np.bincount(homes.of[sizes < np.median(sizes)], minlength=len(counts)) / (sizes < np.median(sizes)).sum()
+    assert abs(small / share - 1).max() < 0.05
+
+
+def test_a_client_that_has_half_of_all_work_leaves_the_others_to_the_other_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("fedmpi.cohort.HEAVIEST", 10)
+    sizes = np.array([100_000] + [100] * 1000)
+    homes = find_homes(sizes, A_STEP_A_SAMPLE, [[0], [1]])
+    assert homes.of is not None
+    assert homes.of[0] == 0 and np.mean(homes.of[1:] == 1) > 0.97
+
+
+def test_uneven_shares_of_the_work_do_not_move_homes_and_neither_does_chance() -> None:
+    sizes, nodes = np.arange(1, 200), [[0, 1], [2]]
+    one = find_homes(sizes, Work(), nodes)
+    two = find_homes(sizes, Work(share=make_share("uniform:0.1,1")), nodes)
+    assert one.of is not None and two.of is not None and (one.of == two.of).all()
+
+
+def test_homes_of_a_million_clients_take_a_moment() -> None:
+    sizes = np.random.default_rng(1).integers(1, 3000, 1_000_000)
+    began = time.process_time()
+    homes = find_homes(sizes, Work(), [list(range(8 * n, 8 * n + 8)) for n in range(16)])
+    assert time.process_time() - began < 5
+    assert homes.of is not None and homes.of.nbytes == 4_000_000 and set(homes.of.tolist()) == set(range(16))
 
 
 # Many clients

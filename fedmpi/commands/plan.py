@@ -32,7 +32,7 @@ from ..aggregate.travel import Parcels, Scattered
 from ..algorithms import Algorithm
 from ..clients.task import Task
 from ..clients.training import Start, Trainer
-from ..cohort import Cohort, Work, draw, load
+from ..cohort import Cohort, Work, draw, find_homes, load
 from ..comm import Comm, Rows, SoloComm, Update, Wait
 from ..comm.links import Links
 from ..comm.node import Node
@@ -332,7 +332,8 @@ def forecast(
     shares = cfg.sums != "device"
     sizes = task.partition.sizes
     rounds = range(1, min(cfg.rounds, DRAWN) + 1)
-    cohorts = [draw(cfg.seed, t, sizes, cfg.cohort, ranks, plan.work, at_home=bool(keeps)) for t in rounds]
+    homes = find_homes(sizes, plan.work, nodes if shares else nodes_of(ranks, 1)) if keeps else None
+    cohorts = [draw(cfg.seed, t, sizes, cfg.cohort, ranks, plan.work, homes) for t in rounds]
     balance = spread(cohorts, plan, ranks)
 
     def each(count: int) -> Size:
@@ -354,11 +355,12 @@ def forecast(
         **tried.memory(),
         "checkpoint": each(4 * padded // ranks * vectors if cfg.checkpoint.keep else 0),
     }
-    if keeps:  # at the end of the run, up to --memory.limit: the rest is in files
-        rows = math.ceil(min(cfg.clients, cfg.rounds * cfg.cohort) / ranks)
-        rows += int(balance["most"])  # a round writes its own next to the old ones
-        row = 4 * sum(make_memory(spec, task).sizes)
-        memory["clients' memories"] = each(min(row * rows, int(cfg.memory.limit * 2**30)))
+    if homes is not None:  # at the end of the run, up to --memory.limit: the rest is in files
+        mates = len(homes.nodes[0])  # in the end each of them has trained about every client of the node
+        rows = math.ceil(min(cfg.clients, cfg.rounds * cfg.cohort) * mates / ranks)
+        rows += min(int(balance["most"]) * mates, cfg.cohort)  # a round writes its own next to the old ones
+        size = min(4 * sum(make_memory(spec, task).sizes) * rows, int(cfg.memory.limit * 2**30) * mates)
+        memory["clients' memories"] = {"rank": size, "node": size * local // mates}
     return {
         "ranks": ranks,
         "nodes": len(nodes),

@@ -111,7 +111,7 @@ class LocalRule:
 
     run: Callable[[Job], LocalResult]
     sends: tuple[Channel, ...] = ()  # the channels next to the delta
-    keeps: tuple[str, ...] = ()  # the vectors a client keeps from one of its rounds to the next, on its home rank
+    keeps: tuple[str, ...] = ()  # the vectors a client keeps from one of its rounds to the next
     normalised: bool = False  # deltas come divided by `steps`; the server multiplies by the weighted mean of them
     trains: bool = True  # `job.x_P` ends as what the client has learned, so that it may keep a private part of it
 

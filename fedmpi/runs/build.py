@@ -532,4 +532,5 @@ def make_memory(spec: RunSpec, task: Task) -> Memory:
         folder = Path(tempfile.gettempdir())
         if names:
             log.warning("the run folder is not seen here: clients' memories beyond the limit go to %s", folder)
-    return Memory(names, task.layout.params, int(cfg.limit * 2**30), folder, {PRIVATE: task.first_private.cpu()})
+    first = {PRIVATE: task.first_private.cpu()}
+    return Memory(names, task.layout.params, int(cfg.limit * 2**30), folder, first, spec.work)

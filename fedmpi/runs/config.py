@@ -179,9 +179,9 @@ class Memory:
     """Where client states are kept between rounds (SCAFFOLD's control variates)."""
 
     limit: float = knob(4.0, low=0)
-    """GiB per rank to keep in memory; the rest is mapped from a file."""
+    """GiB per rank to keep in memory, which the ranks of a node share (/dev/shm); the rest is mapped from files."""
     folder: str | None = None
-    """Folder of that file, which is removed after the run. Default: the run folder."""
+    """Folder of those files, which disappear with the run: on a cluster a disk of the node. Default: the run folder."""
 
 
 @dataclass(frozen=True)

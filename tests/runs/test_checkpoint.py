@@ -33,6 +33,7 @@ from torch import Tensor
 from fedmpi.algorithms import ALGORITHMS, Algorithm
 from fedmpi.cohort import Work
 from fedmpi.comm import Comm, SoloComm
+from fedmpi.comm.blocks import NodeBlocks
 from fedmpi.comm.env import Place
 from fedmpi.comm.threads import run_threads
 from fedmpi.errors import CommonError, RunError, UserError
@@ -73,13 +74,37 @@ def made(name: str) -> Algorithm:
     return build(resolve(Config(algorithm=name, mask="gma", rounds=4)))
 
 
+def kept(memory: Memory, cid: int) -> Tensor:
+    """What a client keeps, all its vectors one after another."""
+    return torch.cat(list(memory.read(cid).values()))
+
+
+def connect(memory: Memory, comm: Comm) -> Memory:
+    """A memory for up to 50 clients of the same size."""
+    return memory.connect(np.ones(50, dtype=np.int64), NodeBlocks(comm))
+
+
+def keep(memory: Memory, values: dict[int, dict[str, Tensor]]) -> None:
+    """A round in which these clients keep something; a rank stages for those that it owns."""
+    memory.reserve(sorted(values))
+    for cid, vectors in values.items():
+        if memory.names and memory.owns(cid):
+            memory.stage(cid, vectors)
+    memory.commit(values)
+
+
 def whole(states: list[State]) -> dict[str, Any]:
     """All that a state has, over its ranks, down to the padding."""
-    found: dict[str, Any] = {"round": states[0].round, "ints": states[0].ints, "model": states[0].model_N}
-    for rank, state in enumerate(states):
-        found |= {f"moment {name} of {rank}": moment for name, moment in state.moments.items()}
-        found |= {f"shared {name} on {rank}": vector for name, vector in state.shared.items()}
-        found |= {f"client {cid} on {rank}": state.memory.rows[cid] for cid in state.memory}
+    parts = [whole_of(state, rank) for rank, state in enumerate(states)]
+    return {name: value for part in reversed(parts) for name, value in part.items()}
+
+
+def whole_of(state: State, rank: int) -> dict[str, Any]:
+    """A copy of what a rank has of it."""
+    found: dict[str, Any] = {"round": state.round, "ints": state.ints, "model": state.model_N}
+    found |= {f"moment {name} of {rank}": moment for name, moment in state.moments.items()}
+    found |= {f"shared {name} on {rank}": vector for name, vector in state.shared.items()}
+    found |= {f"client {cid} on {rank}": kept(state.memory, cid) for cid in state.memory}
     return {name: value.clone() if isinstance(value, Tensor) else value for name, value in found.items()}
 
 
@@ -113,25 +138,18 @@ def test_a_state_resumes_on_another_number_of_ranks_bit_for_bit(name: str, tmp_p
         for after in (1, 2, 3, 4):
             ours = tasks(after, norm_model, meta)
 
-            def second(comm: Comm, ours=ours, wrote=before) -> tuple[State, State]:
+            def second(comm: Comm, ours=ours, wrote=before) -> tuple[dict[str, Any], State]:
                 found = find(tmp_path / str(wrote), FINGERPRINT, comm, force=False)
                 assert found is not None and (found.round, found.ranks) == (2, wrote)
                 assert (found.about["best"], found.about["last"]) == (0.5, {"round": 2})
                 start = begin(ours[comm.rank], algo, comm)
                 state = restore(found, start, ours[comm.rank].layout.length, comm)
-                copy = State(
-                    state.round,
-                    state.model_N.clone(),
-                    state.ints.clone(),
-                    {name: moment.clone() for name, moment in state.moments.items()},
-                    {name: vector.clone() for name, vector in state.shared.items()},
-                    Memory(state.memory.names, state.memory.length),
-                )
-                copy.memory.rows = {cid: row.clone() for cid, row in state.memory.rows.items()}
-                return copy, list(rounds(state, how, algo, ours[comm.rank], comm))[-1][0]
+                read = whole_of(state, comm.rank)
+                return read, list(rounds(state, how, algo, ours[comm.rank], comm))[-1][0]
 
             results = run_threads(after, second)
-            assert same(whole([copy for copy, _ in results]), halfway[after]), f"{before} -> {after} ranks, as read"
+            as_read = {name: value for read, _ in reversed(results) for name, value in read.items()}
+            assert same(as_read, halfway[after]), f"{before} -> {after} ranks, as read"
             assert same(whole([state for _, state in results]), end[after]), f"{before} -> {after} ranks, at the end"
     if name == "scaffold":
         assert any(key.startswith("client") for key in halfway[1]) and len(halfway[1]) < len(end[1]) + 1
@@ -169,7 +187,7 @@ def spread(case: dict[str, Any], comm: Comm, round: int) -> State:
         padded_N[:length] = value_of(what, round, length) if round else 0
         return padded_N
 
-    memory = Memory(("a", "b")[: case["keeps"]], length)
+    memory = connect(Memory(("a", "b")[: case["keeps"]], length), comm)
     return State(
         round,
         vector("model"),
@@ -191,10 +209,9 @@ def test_any_state_is_read_back_on_any_number_of_ranks(case: dict[str, Any]) -> 
             with Saver(out, each(), FINGERPRINT, comm, None) as saver:
                 for round in range(1, last + 1):
                     state = replace(spread(case, comm, round), memory=memory)
-                    for cid in case["clients"]:
-                        if memory.names and cid % comm.size == comm.rank and cid % last < round:
-                            memory.stage(cid, {n: value_of(f"{cid}{n}", round, case["length"]) for n in memory.names})
-                    memory.commit()
+                    changed = [cid for cid in case["clients"] if cid % last < round]
+                    length = case["length"]
+                    keep(memory, {c: {n: value_of(f"{c}{n}", round, length) for n in memory.names} for c in changed})
                     saver.round_done(state, Progress(), [0], last=round == last)
 
         def read(comm: Comm) -> State:
@@ -211,12 +228,11 @@ def test_any_state_is_read_back_on_any_number_of_ranks(case: dict[str, Any]) -> 
             assert state.moments.keys() == right.moments.keys() and state.shared.keys() == right.shared.keys()
             assert all(torch.equal(state.moments[n], right.moments[n]) for n in right.moments)
             assert all(torch.equal(state.shared[n], right.shared[n]) for n in right.shared)
-        for rank, state in enumerate(states):
-            home = {cid for cid in case["clients"] if cid % len(states) == rank} if case["keeps"] else set()
-            assert set(state.memory) == home
-            for cid in home:
-                kept = state.memory.read(cid)
-                assert all(torch.equal(kept[n], value_of(f"{cid}{n}", last, case["length"])) for n in kept)
+        assert sorted(c for s in states for c in s.memory) == (sorted(case["clients"]) if case["keeps"] else [])
+        for state in states:
+            for cid in state.memory:
+                found = state.memory.read(cid)
+                assert all(torch.equal(found[n], value_of(f"{cid}{n}", last, case["length"])) for n in found)
 
 
 # ------------------------------------------------------------------------------------------------- Client memories
@@ -224,9 +240,7 @@ def test_any_state_is_read_back_on_any_number_of_ranks(case: dict[str, Any]) -> 
 
 def keep_rows(saver: Saver, state: State, round: int, cids: list[int], last: bool = False) -> State:
     """A round in which these clients keep something."""
-    for cid in cids:
-        state.memory.stage(cid, {"c": torch.full((state.memory.length,), 100.0 * round + cid)})
-    state.memory.commit()
+    keep(state.memory, {cid: {"c": torch.full((state.memory.length,), 100.0 * round + cid)} for cid in cids})
     state = replace(state, round=round)
     saver.round_done(state, Progress(), [0], last=last)
     saver.round_done(state, Progress(), [0], last=True)  # lets the writing end
@@ -238,8 +252,9 @@ def rows_in(path: Path) -> set[int]:
         return {int(key) for key in file.keys()}  # noqa: SIM118 - not a dict
 
 
-def of_memories(length: int = 64) -> State:
-    return State(0, torch.zeros(8), torch.zeros(0, dtype=torch.int64), {}, {}, Memory(("c",), length))
+def of_memories(comm: Comm | None = None) -> State:
+    memory = connect(Memory(("c",), 64), comm or SoloComm())
+    return State(0, torch.zeros(8), torch.zeros(0, dtype=torch.int64), {}, {}, memory)
 
 
 def test_only_memories_that_have_changed_are_written(tmp_path: Path) -> None:
@@ -284,7 +299,7 @@ def restored(out: Path, ranks: int = 1) -> dict[int, float]:
     def read(comm: Comm) -> dict[int, float]:
         found = find(out, FINGERPRINT, comm, force=False)
         assert found is not None
-        state = restore(found, replace(of_memories(), model_N=torch.zeros(-(-8 // comm.size) * comm.size)), 8, comm)
+        state = restore(found, replace(of_memories(comm), model_N=torch.zeros(-(-8 // comm.size) * comm.size)), 8, comm)
         return {cid: float(state.memory.read(cid)["c"][0]) for cid in state.memory}
 
     parts = run_threads(ranks, read, timeout=10)
@@ -342,11 +357,10 @@ def test_clearing_up_leaves_the_memories_of_a_checkpoint_that_is_on_its_way(
     patch.setattr(Saver, "_busy", lambda self: self.mine is not None and self.mine.exception() is not None)  # waits
 
     def write(comm: Comm) -> None:
-        state = of_memories()
+        state = of_memories(comm)
         with Saver(tmp_path, each(keep=1), FINGERPRINT, comm, None) as saver:
             for round in (1, 2, 3):
-                state.memory.stage(comm.rank, {"c": torch.full((64,), 100.0 * round + comm.rank)})
-                state.memory.commit()
+                keep(state.memory, {cid: {"c": torch.full((64,), 100.0 * round + cid)} for cid in (0, 1)})
                 state = replace(state, round=round)
                 saver.round_done(state, Progress(), [0], last=round == 3)
 

@@ -8,7 +8,7 @@ import math
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,10 @@ from fedmpi import data
 from fedmpi.algorithms import ALGORITHMS
 from fedmpi.clients.task import Scored, Task, choose_tests
 from fedmpi.comm import Comm, SoloComm, from_first
+from fedmpi.comm.blocks import NodeBlocks
 from fedmpi.comm.threads import run_threads
 from fedmpi.data.splits import Partition, SplitSpec, split
 from fedmpi.errors import RunError, UserError
-from fedmpi.local.memory import Memory
 from fedmpi.models import find_model, make_model
 from fedmpi.runs import config
 from fedmpi.runs.build import prepare
@@ -203,13 +203,13 @@ def test_memories_lie_where_they_were_asked_for_and_change_no_bit(
     tmp_path: Path, patch: pytest.MonkeyPatch, limit: float
 ) -> None:
     made: set[str] = set()
-    new_block = Memory._new_block
+    on_disk = NodeBlocks.on_disk
 
-    def watched(self: Memory, elements: int) -> list[torch.Tensor]:
-        made.add(str(self.folder))
-        return new_block(self, elements)
+    def watched(self: NodeBlocks, sizes: Sequence[int], folder: Path) -> torch.Tensor:
+        made.add(str(folder))
+        return on_disk(self, sizes, folder)
 
-    patch.setattr(Memory, "_new_block", watched)
+    patch.setattr(NodeBlocks, "on_disk", watched)
     patch.setattr("fedmpi.local.memory.BLOCK_BYTES", 1 << 12)
     (tmp_path / "disk").mkdir()
     train(settings_of(tmp_path / "usual", algorithm="scaffold"))

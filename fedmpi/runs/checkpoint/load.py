@@ -1,8 +1,8 @@
 """Find the newest sound checkpoint of a run folder and restore its state.
 
 The ranks share the work of verifying every SHA-256; where one does not match, all fall back to the next older
-checkpoint. A rank then takes its slice out of those that cover it, and the memories of its home clients, so the number
-of ranks that wrote does not matter.
+checkpoint. A rank then takes its slice out of those that cover it, and its part of the memories of its node's clients,
+so the number of ranks that wrote does not matter.
 
 N: a full padded vector.  S: the slice this rank owns.
 """
@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ import safetensors
 import torch
 from torch import Tensor
 
-from ...cohort import home
 from ...comm import Comm, agreed, common_trouble, from_first
 from ...errors import CommonError, FileError, UserError, reason
 from ...local.memory import Memory
@@ -138,25 +138,32 @@ def restore(found: FoundCheckpoint, start: State, length: int, comm: Comm) -> St
     if "unsent.model" not in found.about["vectors"]:  # saved with --wire float32
         targets = {name: vector for name, vector in targets.items() if not name.startswith("unsent.")}
     unsent_N = targets.pop("unsent.sums", None)
+    with readable(found, comm):
+        if len(found.about["ints"]) != start.ints.numel():
+            raise ValueError(f"it has {len(found.about['ints'])} whole numbers, not {start.ints.numel()}")
+        for rank in range(found.ranks):
+            read_slice(found, rank, targets, first=first, last=last, length=length)
+        if unsent_N is not None:
+            read_unsent(found, unsent_N, comm, length)
+    read_memories(found, start.memory, comm)
+    for vector_N in (start.model_N, *start.shared.values()):
+        comm.gather(vector_N)
+    ints = torch.tensor(found.about["ints"], dtype=torch.int64)
+    return replace(start, round=found.round, ints=ints)
+
+
+@contextmanager
+def readable(found: FoundCheckpoint, comm: Comm) -> Iterator[None]:
+    """Run a block that reads a checkpoint; if it fails on a rank, all raise what to do. Collective."""
     with agreed(comm):
         try:
-            if len(found.about["ints"]) != start.ints.numel():
-                raise ValueError(f"it has {len(found.about['ints'])} whole numbers, not {start.ints.numel()}")
-            for rank in range(found.ranks):
-                read_slice(found, rank, targets, first=first, last=last, length=length)
-            if unsent_N is not None:
-                read_unsent(found, unsent_N, comm, length)
-            read_memories(found.memories, start.memory, comm)
+            yield
         except (safetensors.SafetensorError, RuntimeError, ValueError, OSError) as error:
             where = found.slices[0].parent
             raise FileError(
                 f"{where} cannot be read into this model ({reason(error)}); move it away to resume from an older "
                 "checkpoint, or start over with --resume never"
             ) from error
-    for vector_N in (start.model_N, *start.shared.values()):
-        comm.gather(vector_N)
-    ints = torch.tensor(found.about["ints"], dtype=torch.int64)
-    return replace(start, round=found.round, ints=ints)
 
 
 def read_slice(
@@ -185,10 +192,18 @@ def read_unsent(found: FoundCheckpoint, unsent_N: Tensor, comm: Comm, length: in
             unsent_N[own].add_(file.get_slice("unsent.sums")[own].to(unsent_N))
 
 
-def read_memories(paths: Iterable[Path], memory: Memory, comm: Comm) -> None:
-    """Restore the memories of this rank's home clients, the newest of each."""
-    for path in paths:
-        with safetensors.safe_open(path, "pt") as file:
-            for key in file.keys():  # noqa: SIM118 - not a dict
-                if home(int(key), comm.size) == comm.rank:
-                    memory.restore(int(key), file.get_tensor(key))
+def read_memories(found: FoundCheckpoint, memory: Memory, comm: Comm) -> None:
+    """Restore the newest memory of each client: a node reads it once, by the rank that owns it. Collective."""
+    newest: dict[int, Path] = {}
+    with readable(found, comm):
+        for path in found.memories:
+            with safetensors.safe_open(path, "pt") as file:
+                newest |= dict.fromkeys(map(int, file.keys()), path)
+    memory.reserve(sorted(newest))
+    with readable(found, comm):
+        for path in found.memories:
+            with safetensors.safe_open(path, "pt") as file:
+                for cid in (int(key) for key in file.keys()):  # noqa: SIM118 - not a dict
+                    if newest[cid] == path and memory.owns(cid):
+                        memory.staged(cid).copy_(file.get_tensor(str(cid)))
+    memory.commit(newest)

@@ -60,7 +60,7 @@ LIVE_SHARE = 0.5  # a file of memories with a smaller valid share is written aga
 
 @dataclass
 class MemoryFile:
-    """A file of client memories that this rank has written."""
+    """A file of client memories that this rank has written: of those that it owns."""
 
     file: FileRecord
     rows: int

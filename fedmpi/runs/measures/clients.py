@@ -81,8 +81,8 @@ class ClientScores(Measure):
         return {f"clients_{run.task.goal.metric}": self.holdings.sides(scores, took)}
 
     def score_own(self, run: Run, scores: Floats) -> None:
-        """Replace the scores of the clients that have private parameters of their own, each scored at its home rank: as
-        many passes over the test set as there are such clients."""
+        """Replace the scores of the clients that have private parameters of their own, each scored by the rank that
+        owns its memory: as many passes over the test set as there are such clients."""
         units = torch.zeros(2, len(scores), dtype=torch.int64)  # the score of each, and a 1 where it has one
         blocks = list(tiles(0, len(run.task.tests), run.cfg.eval.batch))
         for cid in run.state.memory:
@@ -108,5 +108,5 @@ def mean_of_each(totals: Floats, counts: Floats) -> Floats:
 
 def took_part(report: Report, plan: Plan, partition: Partition) -> set[int]:
     """Return the clients whose updates were used in a round."""
-    drawn = draw(plan.seed, report.round, partition.sizes, plan.cohort, 1, at_home=True)
+    drawn = draw(plan.seed, report.round, partition.sizes, plan.cohort, 1)
     return set(drawn.cids) - set(report.dropped)
