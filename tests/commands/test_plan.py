@@ -273,10 +273,13 @@ def test_the_benchmark_of_the_balance_prints_what_ranks_wait() -> None:
     tiny = ["--ranks", "2", "--betas", "5", "--model", "logistic", "--clients", "100", "--cohort", "8", "--rounds", "2"]
     done = benchmark("balance.py", *tiny, "--json")
     assert done.returncode == 0, done.stderr
-    (row,) = [json.loads(line) for line in done.stdout.splitlines()]
-    assert row["even_rounds"] == 2
-    for name in ("planned", "planned_in_turn", "waiting", "cpu", "load", "steps", "samples", "homes"):
-        assert 0 <= row[name] < 1, name
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["algorithm"] for row in rows] == ["fedavg", "scaffold"]
+    for row in rows:
+        assert row["even_rounds"] == 2
+        for name in ("planned", "planned_in_turn", "waiting", "cpu", "load", "steps", "samples", "homes"):
+            assert 0 <= row[name] < 1, name
+    assert "planned_homes" in rows[1] and rows[0]["planned"] == rows[1]["planned"], "on one node as without a memory"
 
 
 @pytest.mark.parametrize(
