@@ -88,7 +88,7 @@ def trace(comm: Comm, step: Any, turns: int) -> Iterator[dict[str, Any]]:
     """Yield when the first rank began a round and the last one ended it, and the changes of phase of this rank."""
     import torch
 
-    from fedmpi.aggregate.sums import Clock
+    from fedmpi.aggregate.sums import Clock  # where other versions have it, too
 
     changes: list[tuple[float, str | None]] = []
     plain = Clock.switch

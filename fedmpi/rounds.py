@@ -27,9 +27,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .aggregate.clock import PHASES
 from .aggregate.compress import nothing_unsent
 from .aggregate.exchange import Tile, exchange
-from .aggregate.sums import PHASES, Sums, Totals
+from .aggregate.sums import Sums, Totals
 from .algorithms import Algorithm
 from .cohort import Work, draw
 from .comm import Comm

@@ -316,7 +316,7 @@ def ending(out: Path) -> tuple[str, list[dict[str, Any]]]:
     """The digest of a run's model, and its rounds without what depends on the clock and the number of ranks."""
     digest = hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest()
     rounds = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return digest, [{k: v for k, v in one.items() if k not in ("seconds", "bytes_sent")} for one in rounds]
+    return digest, [{k: v for k, v in one.items() if not k.startswith(("seconds", "bytes_"))} for one in rounds]
 
 
 # ---------------------------------------------------------------------------------------------------------- the soak

@@ -763,7 +763,7 @@ def calls(rank: int, out: str | None) -> list[Any]:
 
 def numbers(result: Result) -> Any:
     """A result as JSON, without what depends on the clock or on the number of ranks."""
-    history = [{k: v for k, v in h.items() if k != "bytes_sent"} for h in without_seconds(result.reports)]
+    history = [{k: v for k, v in h.items() if not k.startswith("bytes_")} for h in without_seconds(result.reports)]
     return json.loads(json.dumps([{name: t.tolist() for name, t in weights(result).items()}, history]))
 
 

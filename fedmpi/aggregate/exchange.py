@@ -33,8 +33,8 @@ from ..masks import LayerVotes, trained_spans
 from .sums import FRACTION_BITS, SQUARE_FRACTION_BITS, Accumulator, Sums, Totals
 from .travel import Load, add_up, ahead, cut
 
-BUCKETS, SMALLEST = 16, 1 << 17  # how many, and their smallest size in elements
-UNDER_WAY = 4  # buckets of sums at a time
+UNDER_WAY = 3  # buckets of sums at a time
+LEAST, LARGEST = 1 << 19, 1 << 21  # elements of a slice that is cut into buckets, and of a bucket
 Part = tuple[Accumulator, int]  # what is summed, and the weight to divide by
 Loads = dict[str, Load]  # of an accumulator: sums, votes, squares
 
@@ -85,7 +85,7 @@ def exchange(sums: Sums, totals: Totals, state: Model, layers: bool = False) -> 
     comm, clock, rule, params = sums.comm, sums.clock, sums.rule, sums.layout.params
     clock.switch("reduce")
     layer_votes = LayerVotes(trained_spans(sums.layout) if layers else (), totals.clients, state.model_N.device)
-    gathers: dict[str, list[Wait]] = {"": [], **{name: [] for name in state.shared}}
+    gathers: list[tuple[Tensor, list[Wait]]] = [(x_N, []) for x_N in (state.model_N, *state.shared.values())]
     if sums.compressor is not None:
         sums.compressor.remember(state.model_N)
 
@@ -122,22 +122,21 @@ def exchange(sums: Sums, totals: Totals, state: Model, layers: bool = False) -> 
                     if found.start < params:
                         target_N[found.start : found.stop].add_(found.mean)
         with clock("gather"):
-            gathers[""].append(start_gather(sums, state, bucket))
-            for name, vector_N in state.shared.items():
-                gathers[name].append(comm.start_gather(vector_N, bucket))
+            for x_N, under_way in gathers:
+                under_way.append(start_gather(x_N, sums, state, bucket))
         clock.switch("reduce")
     with clock("gather"):
-        for name, under_way in gathers.items():
-            comm.gather(state.shared[name] if name else state.model_N, under_way)
+        for x_N, under_way in gathers:
+            comm.gather(x_N, under_way)
     if sums.compressor is not None:
         sums.compressor.flushed = True
 
 
-def start_gather(sums: Sums, state: Model, bucket: slice) -> Wait:
-    """Start to send a bucket of this rank's slice of the model and to receive those of the others."""
-    if sums.compressor is None:
-        return sums.comm.start_gather(state.model_N, bucket)
-    return sums.compressor.start_gather(state.model_N, state.unsent["model"], bucket)
+def start_gather(x_N: Tensor, sums: Sums, state: Model, bucket: slice) -> Wait:
+    """Start to send a bucket of this rank's slice of a vector and to receive those of the others."""
+    if sums.compressor is None or x_N is not state.model_N:
+        return sums.comm.start_gather(x_N, bucket)
+    return sums.compressor.start_gather(x_N, state.unsent["model"], bucket)
 
 
 def reduce(
@@ -191,8 +190,14 @@ def finished(flights: Iterator[tuple[slice, list[Loads]]]) -> Iterator[tuple[sli
 
 
 def buckets(length: int, travels: bool) -> list[slice]:
-    """Return the buckets of a slice: a few if it travels and is long enough, else one."""
-    return list(even_slices(length, max(-(-length // BUCKETS), SMALLEST) if travels else length))
+    """Return the buckets of a slice: one, unless it travels and is long. Else a short one at either end, so that the
+    link has work soon and little is left to do after the last arrival, and at least four between."""
+    if not travels or length < LEAST:
+        return [slice(0, length)]
+    end = min(length // 16, LARGEST // 8)
+    between = length - 2 * end
+    middle = even_slices(between, min(-(-between // 4), LARGEST))
+    return [slice(0, end), *(slice(end + b.start, end + b.stop) for b in middle), slice(length - end, length)]
 
 
 def averaged(comm: Comm, part: Part, params: int, loads: Loads, bucket: slice) -> Iterator[Averages]:

@@ -20,10 +20,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
-from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -31,10 +27,11 @@ from torch import Tensor
 
 from ..cohort import Cohort
 from ..comm import Comm, Rows
-from ..device import CPU, synchronise
+from ..device import CPU
 from ..errors import CommonError, UserError, unknown
 from ..flat import Layout, tile_size, tiles
 from ..local import PRIVATE, LocalResult, LocalRule, Update
+from .clock import Clock
 from .compress import Compressor, Rounded
 from .travel import Format, Integers, Plain, Votes, make_lane
 
@@ -46,34 +43,6 @@ SUMS = ("exact", "float32")
 WIRES = ("float32", "bf16")
 UNIT = 2.0**40  # losses and steps are summed in units of 1 / UNIT: the same bits on any number of ranks
 MOST = 2.0**20  # bound of a loss and of steps
-PHASES = ("local", "wait", "reduce", "server", "gather", "meta")
-
-
-class Clock:
-    """Seconds by phase of a round: a stopwatch that is always in one phase, or in none. A phase on an accelerator ends
-    when that has done its work."""
-
-    def __init__(self, phase: str | None = None, device: torch.device = CPU) -> None:
-        self.seconds: defaultdict[str, float] = defaultdict(float)
-        self.device, self.phase, self.began = device, phase, time.perf_counter()
-
-    def switch(self, phase: str | None) -> None:
-        """End the current phase, and start another."""
-        if phase != self.phase:
-            synchronise(self.device)
-        now = time.perf_counter()
-        if self.phase is not None:
-            self.seconds[self.phase] += now - self.began
-        self.phase, self.began = phase, now
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        """Time a block as a phase; the phase before it ends."""
-        self.switch(phase)
-        try:
-            yield
-        finally:
-            self.switch(None)
 
 
 class Unusable(Exception):

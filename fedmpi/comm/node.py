@@ -150,7 +150,7 @@ class Node:
         try:
             step()
         except (OSError, RuntimeError) as error:
-            log.warning("the ranks of this node cannot share memory (%s); falling back to sending", error)
+            log.warning("the ranks of this node cannot share that much memory (%s); each uses its own", error)
             failed += 1
         self.comm.sum(failed)
         return bool(failed)

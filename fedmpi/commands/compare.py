@@ -46,7 +46,8 @@ def table(folders: list[Path]) -> str:
 
 def further(run: Run) -> dict[str, float]:
     """Return the last value of every further number that was measured (--evaluate), but for those of single layers."""
-    usual = {*REQUIRED, "round", "dropped", "client_bytes_up", "client_bytes_down", "test_loss", run.score}
+    traffic = {"bytes_between_nodes", "client_bytes_up", "client_bytes_down"}
+    usual = {*REQUIRED, *traffic, "round", "dropped", "test_loss", run.score}
     found: dict[str, float] = {}
     for record in run.records:
         measured = {name: value for name, value in record.items() if name not in usual}

@@ -31,6 +31,7 @@ class RoundOptional(TypedDict, total=False):
     kept: float | None
     agreement: float | None
     bytes_sent: float | None
+    bytes_between_nodes: float | None
     client_bytes_up: float | None
     client_bytes_down: float | None
     dropped: float | None

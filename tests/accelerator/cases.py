@@ -6,8 +6,10 @@ the accelerator's must equal to the bit. Under a launcher, each process is a ran
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -144,6 +146,8 @@ def main(out: str, which: str, device: str, sums: str, *names: str) -> None:
     for name in [name for name in names if name not in more] or CASES:
         spec = prepare(parse([*common, *CASES[name].split(), "--out", f"{out}/{name}"]))
         run(spec, comm, place, settle(spec.cfg, place), os.environ)
+    if on.type != "cpu" and comm.rank == 0:
+        Path(out, "traffic.json").write_text(json.dumps(nccl.traffic))
     comm.close()
 
 

@@ -36,7 +36,7 @@ assert torch._inductor.config.deterministic, "the compiler knows"
 CLOCK = """
 from tests.accelerator import pretend
 import torch
-from fedmpi.aggregate.sums import Clock
+from fedmpi.aggregate.clock import Clock
 
 device, host = torch.device("pretend"), torch.zeros(8).pin_memory()
 clock = Clock("local", device)

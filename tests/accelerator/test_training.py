@@ -68,8 +68,11 @@ def test_ranks_of_mpi_seed_their_own_device(mpiexec: list[str], on_cpu: dict[str
 
 
 def test_sums_on_the_devices_have_the_same_bits(on_cpu: dict[str, str], tmp_path: Path) -> None:
+    """NCCL's own collectives add up the rows and gather the model; no row is sent by itself."""
     found = train_cases(tmp_path / "nccl", SOME, [*TORCHRUN, "2"], "auto", "device", PRETEND_DEVICES="2")
     assert found == of(SOME, on_cpu)
+    traffic = json.loads((tmp_path / "nccl" / "traffic.json").read_text())
+    assert traffic["reduce_scatter"] > len(SOME) and traffic["all_gather"] > len(SOME) and "messages" not in traffic
 
 
 def test_recorded_steps_have_the_same_bits(on_cpu: dict[str, str], tmp_path: Path) -> None:

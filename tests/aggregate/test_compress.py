@@ -81,7 +81,7 @@ def test_buckets_change_no_bit(name: str, how: str, wire: str, monkeypatch: pyte
     """What is folded, sent, added up and gathered in buckets is what goes in one piece."""
     algo, asked = build(resolve(Config(algorithm=name, mask="gma", rounds=4))), narrow(sum=how, wire=wire)
     one = federate(3, asked, algo)[0]
-    monkeypatch.setattr("fedmpi.aggregate.exchange.SMALLEST", 5)
+    monkeypatch.setattr("fedmpi.aggregate.exchange.LEAST", 16)
     monkeypatch.setattr("fedmpi.aggregate.travel.TILE", 7)
     calls: list[int] = []
     start = Comm.start_gather

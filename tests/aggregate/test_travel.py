@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedmpi.aggregate.exchange import reduce
+from fedmpi.aggregate.exchange import LARGEST, LEAST, buckets, reduce
 from fedmpi.aggregate.sums import Accumulator
 from fedmpi.aggregate.travel import WIDTHS, Format, Integers, Plain, Votes, ahead, bytes_for
 from fedmpi.algorithms import Algorithm
@@ -148,7 +149,7 @@ def test_exact_sums_give_the_same_bits_on_any_nodes(name: str) -> None:
 def test_small_buckets_and_tiles_change_no_bit_on_any_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     algo, _ = algorithms()["scaffold"]
     whole = trained(NODES["1x1"], algo)[0][0].model_N
-    monkeypatch.setattr("fedmpi.aggregate.exchange.SMALLEST", 5)
+    monkeypatch.setattr("fedmpi.aggregate.exchange.LEAST", 16)
     monkeypatch.setattr("fedmpi.aggregate.travel.TILE", 7)
     for nodes in NODES.values():
         for state, _ in trained(nodes, algo):
@@ -185,7 +186,7 @@ def test_bf16_gives_every_rank_the_same_model_and_loses_nothing(topology: str) -
 
 
 def test_a_mask_by_layers_sees_all_votes_on_any_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedmpi.aggregate.exchange.SMALLEST", 5)
+    monkeypatch.setattr("fedmpi.aggregate.exchange.LEAST", 16)
     algo = replace(algorithm(), mask=Mask(above_mean, layers=True))
     whole = trained(NODES["1x1"], algo)[0][0].model_N
     for nodes in NODES.values():
@@ -201,6 +202,15 @@ def test_votes_are_read_off_float32_sums_only_where_no_node_has_two_clients() ->
         (right, wanted), *_ = trained(NODES["1x1"], algo, cohort=cohort, sum="float32")
         assert [r.kept for r in reports] == [r.kept for r in wanted]
         assert torch.allclose(state.model_N[: len(right.model_N)], right.model_N, atol=1e-6)
+
+
+@given(st.integers(1, 1 << 24), st.booleans())
+def test_buckets_cover_a_slice(length: int, travels: bool) -> None:
+    found = buckets(length, travels)
+    assert found[0].start == 0 and found[-1].stop == length
+    assert all(one.stop == two.start for one, two in pairwise(found)) and all(b.start < b.stop for b in found)
+    assert len(found) == 1 or max(b.stop - b.start for b in found) <= LARGEST
+    assert (len(found) == 1) == (length < LEAST or not travels)
 
 
 # Bytes

@@ -68,7 +68,7 @@ def on_ranks(size: int, choice: str, out: str) -> Report:
 
 def numbers(out: Path) -> list[dict[str, Any]]:
     """The rounds of a run, without what depends on the clock or on the number of ranks."""
-    return [{k: v for k, v in r.items() if k not in ("seconds", "bytes_sent")} for r in metrics(out)]
+    return [{k: v for k, v in r.items() if not k.startswith(("seconds", "bytes_"))} for r in metrics(out)]
 
 
 def imported(name: str) -> ModuleType:

@@ -406,7 +406,7 @@ def sha256(out: Path) -> str:
 
 def ending(out: Path) -> tuple[str, list[dict[str, Any]], dict[str, Any]]:
     """Everything that must be as if nothing had happened."""
-    logged = [{k: v for k, v in one.items() if k != "bytes_sent"} for one in without_seconds(metrics(out))]
+    logged = [{k: v for k, v in one.items() if not k.startswith("bytes_")} for one in without_seconds(metrics(out))]
     return sha256(out), logged, json.loads((out / "finished.json").read_text())
 
 
@@ -514,7 +514,7 @@ def told_to_tensorboard(out: Path) -> dict[str, list[tuple[int, float]]]:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
         read = EventAccumulator(str(out / "tensorboard")).Reload()
-        names = [name for name in read.Tags()["scalars"] if not name.startswith(("seconds", "bytes_sent"))]
+        names = [name for name in read.Tags()["scalars"] if not name.startswith(("seconds", "bytes_"))]
         assert names
         return {name: [(event.step, event.value) for event in read.Scalars(name)] for name in names}
 

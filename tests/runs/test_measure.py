@@ -59,7 +59,7 @@ from fedmpi.runs.run import Outcome
 from fedmpi.runs.stop import Stopped
 
 KEYS = ["round", "clients", "train_loss", "kept", "agreement", "bytes_sent", "seconds"]
-KEYS += ["client_bytes_up", "client_bytes_down", "test_loss"]
+KEYS += ["bytes_between_nodes", "client_bytes_up", "client_bytes_down", "test_loss"]
 KEYS += ["dropped_clients", "dropped", "test_accuracy"]
 EVERY_ROUND = {"below_tau", "layers"}
 SCORED = {"clients_accuracy", "train_accuracy", "train_sample_loss"}
@@ -99,7 +99,8 @@ def live(cfg: Config, ranks: int = 1, stop: int = 0) -> list[Outcome]:
 
 def logged(out: Path) -> list[dict[str, Any]]:
     """The rounds of a run, without what depends on the ranks or on the clock."""
-    return [{name: value for name, value in r.items() if name != "bytes_sent"} for r in without_seconds(metrics(out))]
+    rounds = without_seconds(metrics(out))
+    return [{name: value for name, value in r.items() if not name.startswith("bytes_")} for r in rounds]
 
 
 def sha256(out: Path) -> str:
@@ -241,7 +242,7 @@ def test_a_tie_at_tau_is_not_below_it() -> None:
 @pytest.mark.parametrize("piece", [5, 1 << 17])
 def test_layers_of_a_real_model_are_those_of_its_votes(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of five elements straddle every layer; what the mask is given is the dense vector of votes."""
-    monkeypatch.setattr("fedmpi.aggregate.exchange.TILE", piece)
+    monkeypatch.setattr("fedmpi.aggregate.travel.TILE", piece)
     seen: list[Tensor] = []
     gma = make_mask("gma", 0.4)
 

@@ -55,6 +55,7 @@ KEYS = {
     "kept",
     "agreement",
     "bytes_sent",
+    "bytes_between_nodes",
     "seconds",
 }
 SECONDS = {"local", "wait", "reduce", "server", "gather", "meta", "eval"}
