@@ -21,12 +21,14 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from .errors import UserError
 
 TILE = 1 << 16
+LINE = 64  # bytes of a CPU's cache line
 ACCELERATOR_TILE = 1 << 22  # not the size of a cache, but one that makes launches few: temporaries of up to 32 MB
 
 
@@ -191,6 +193,16 @@ def even_slices(length: int, most: int) -> Iterator[slice]:
     count = -(-length // most)
     for k in range(count):
         yield slice(length * k // count, length * (k + 1) // count)
+
+
+def untouched(length: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return a vector of zeros. On a CPU it takes no memory until something is written: torch writes its zeros itself,
+    numpy has them from the system."""
+    if device.type != "cpu":
+        return torch.zeros(length, device=device, dtype=dtype)
+    raw = np.zeros(length * dtype.itemsize + LINE, np.uint8)
+    first = -raw.ctypes.data % LINE  # as torch aligns its own
+    return torch.from_numpy(raw[first : first + length * dtype.itemsize]).view(dtype)
 
 
 def bind(model: nn.Module, spans: Iterable[Span], x: Tensor) -> None:

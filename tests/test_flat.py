@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from fedmpi.commands.plan import status
 from fedmpi.errors import UserError
-from fedmpi.flat import Layout, Span, bind, layout_of, parts_of, read_ints, write_ints
+from fedmpi.flat import Layout, Span, bind, layout_of, parts_of, read_ints, untouched, write_ints
 from fedmpi.models.lenet import LeNet
 
 
@@ -241,3 +242,13 @@ def test_a_span_is_a_view_that_reads_and_writes_its_own_elements(
     assert torch.equal(span.view(x), values)
     assert x[start : start + count].sort()[0].tolist() == values.reshape(-1).tolist()
     assert not x[:start].any() and not x[start + count :].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_that_nothing_has_written_to_takes_none(dtype: torch.dtype) -> None:
+    before, length = status("RssAnon"), (64 << 20) // dtype.itemsize
+    x = untouched(length, torch.device("cpu"), dtype)
+    assert status("RssAnon") - before < 16 << 20
+    assert x.dtype == dtype and len(x) == length and x.data_ptr() % 64 == 0 and not x.any()
+    x.fill_(1)
+    assert status("RssAnon") - before >= 64 << 20 and bool((x == 1).all())

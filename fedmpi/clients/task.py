@@ -26,7 +26,7 @@ from ..data import Data, Partition
 from ..data.objective import Objective, cross_entropy, logits
 from ..data.trees import Tree, call
 from ..device import CPU, Download, pins, seed_layers, upload, without_fused_rnn
-from ..flat import bind, layout_of, read_ints, tiles, write_ints
+from ..flat import bind, layout_of, read_ints, tiles, untouched, write_ints
 from ..local import PRIVATE, LocalResult, LocalRule, Piece, Update
 from ..models.kernels.byhand import by_hand
 from ..models.kernels.recognise import recognised
@@ -150,10 +150,12 @@ class ModelJob:
         if result.delta_P.shape != self.delta_P.shape or not result.delta_P.is_floating_point():
             given = f"{result.delta_P.dtype} of shape {tuple(result.delta_P.shape)}"
             raise ValueError(f"its delta is {given}; it must be floating point of shape {tuple(self.delta_P.shape)}")
-        if result.delta_P.data_ptr() != self.delta_P.data_ptr():
+        in_place = result.delta_P.data_ptr() == self.x_P.data_ptr() and not self.private
+        delta_N = self.task.x_N if in_place else self.task.delta_N  # in place: the other one takes no memory
+        if not in_place and result.delta_P.data_ptr() != self.delta_P.data_ptr():
             self.delta_P.copy_(result.delta_P)
         buffers = slice(layout.params, layout.length)
-        torch.sub(self.task.x_N[buffers], self.start_N[buffers], out=self.task.delta_N[buffers])
+        torch.sub(self.task.x_N[buffers], self.start_N[buffers], out=delta_N[buffers])
         ints = read_ints(self.task.model, layout)
         if self.private:
             shared = slice(self.private, None)
@@ -165,7 +167,7 @@ class ModelJob:
             )
         if layout.private.length:
             result = replace(result, keeps={**result.keeps, PRIVATE: self.task.private})
-        return self.task.deliver(self.cid, self.loss_sum, max(self.samples, 1), ints, result)
+        return self.task.deliver(self.cid, delta_N, self.loss_sum, max(self.samples, 1), ints, result)
 
 
 class Task:
@@ -201,12 +203,12 @@ class Task:
         self.still = Still(model, dtype)
         front = -(-self.layout.private.length // ALIGNED) * ALIGNED
         length = front + self.layout.padded(ranks)
-        x, delta = (torch.zeros(length, device=device, dtype=dtype) for _ in range(2))
+        x, delta = torch.zeros(length, device=device, dtype=dtype), untouched(length, device, dtype)
         self.x_N, self.delta_N = x[front:], delta[front:]
         trained = slice(front - self.layout.private.params, front + self.layout.params)
         self.x_T, self.delta_T = x[trained], delta[trained]
         self.private = x[front - self.layout.private.length : front]
-        self.grad_T = torch.zeros(self.layout.trained, device=device, dtype=dtype)
+        self.grad_T = untouched(self.layout.trained, device, dtype)
         self.feed, self.goal = make_feed(data, device, dtype, workers, data_on_host), data.goal
         self.drop_out_of_memory = drop_out_of_memory
         image = data.kind in ("images", "numbers") and device.type == "cpu"
@@ -348,11 +350,13 @@ class Task:
         shared = {name: self.fetched[name] for name in state.shared}
         return self.fetched[""], shared, state.ints.to(self.device)
 
-    def deliver(self, cid: int, loss_sum: Tensor, samples: int, ints: Tensor, result: LocalResult) -> Delivery:
+    def deliver(
+        self, cid: int, delta_N: Tensor, loss_sum: Tensor, samples: int, ints: Tensor, result: LocalResult
+    ) -> Delivery:
         """Return a client's update on its way to where it is summed. If that is here, nothing is copied."""
         if self.device == self.sums_device:
-            return Delivery(lambda: Update(cid, self.delta_N, ints.to(CPU), float(loss_sum) / samples, result))
-        tensors = {"delta": self.delta_N, "loss": loss_sum, "ints": ints}
+            return Delivery(lambda: Update(cid, delta_N, ints.to(CPU), float(loss_sum) / samples, result))
+        tensors = {"delta": delta_N, "loss": loss_sum, "ints": ints}
         tensors |= {f"sends.{name}": vector_P for name, vector_P in result.sends.items()}
         tensors |= {f"keeps.{name}": vector_P for name, vector_P in result.keeps.items()}
         wait = None if self.download is None else self.download.start(tensors)

@@ -25,8 +25,8 @@ __all__ = ["RULES", "Channel", "Descent", "Job", "LocalKnobs", "LocalResult", "L
 __all__ += ["PRIVATE", "Piece", "fedgma2021", "nova", "plain", "prox", "scaffold", "sgd", "uga", "whole_gradient"]
 
 RULES: Mapping[str, Callable[[LocalKnobs], LocalRule]] = {
-    "sgd": lambda k: plain(Descent.of(k)),
-    "adamw": lambda k: plain(Descent.of(replace(k, optimizer="adamw"))),
+    "sgd": lambda k: plain(Descent.of(k), in_place=True),
+    "adamw": lambda k: plain(Descent.of(replace(k, optimizer="adamw")), in_place=True),
     "prox": lambda k: prox(Descent.of(k), k.mu),
     "scaffold": lambda k: scaffold(Descent.of(k), k.option),
     "nova": lambda k: nova(Descent.of(k)),

@@ -83,6 +83,7 @@ class Descent:
             else:
                 other(pieces[0].g, factor)
             factors.append(factor)
+            del pieces  # of a large model: before there are the next ones
         return Stepped(g_P, factors)
 
     def step(self, job: Job, pieces: Iterable[Piece], lr: float, first: bool) -> None:

@@ -69,7 +69,8 @@ class Job(Protocol):
 
 @dataclass(frozen=True)
 class LocalResult:
-    """What a rule delivers for a client: delta = where it ended - where it started."""
+    """What a rule delivers for a client: delta = where it ended - where it started. It may lie in the job's `delta_P`,
+    in memory of its own or, if nothing is private, in place of `x_P`."""
 
     delta_P: Tensor
     steps: float = 1.0  # of a rule that is `normalised`: what delta was divided by

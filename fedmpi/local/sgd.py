@@ -14,11 +14,14 @@ def sgd(lr: float | Rate, momentum: float = 0.0, weight_decay: float = 0.0, clip
     return plain(Descent(lr, momentum, weight_decay, clip))
 
 
-def plain(descent: Descent) -> LocalRule:
-    """Return the rule that descends and sends where that led."""
+def plain(descent: Descent, in_place: bool = False) -> LocalRule:
+    """Return the rule that descends and sends where that led. With `in_place`, the delta takes the place of `job.x_P`,
+    unless that is still needed or the momentum was in `job.delta_P`: memory that nothing writes to takes no pages."""
+    unwritten = in_place and (not descent.momentum or descent.other is not None)
 
     def run(job: Job) -> LocalResult:
         descent.run(job)
-        return LocalResult(torch.sub(job.x_P, job.start_P, out=job.delta_P))
+        into_P = job.x_P if unwritten and not job.private else job.delta_P
+        return LocalResult(torch.sub(job.x_P, job.start_P, out=into_P))
 
     return LocalRule(run)

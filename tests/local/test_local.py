@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from fedmpi.local import (
     LocalKnobs,
     LocalResult,
     LocalRule,
+    Piece,
     fedgma2021,
     make_local,
     nova,
@@ -492,7 +495,37 @@ def test_no_rule_writes_to_what_it_may_only_read(name: str) -> None:
     assert torch.equal(job.start_P, fresh.start_P)
     assert torch.equal(job.shared["control"], fresh.shared["control"])
     assert torch.equal(job.memory["control"], fresh.memory["control"])
-    assert result.delta_P.data_ptr() == job.delta_P.data_ptr()
+    assert result.delta_P.data_ptr() in (job.delta_P.data_ptr(), job.x_P.data_ptr())
+
+
+@pytest.mark.parametrize(
+    ("name", "momentum", "private", "in_place"),
+    [("sgd", 0.0, 0, True), ("adamw", 0.9, 0, True), ("sgd", 0.9, 0, False), ("sgd", 0.0, 1, False)],
+)
+def test_a_delta_takes_the_place_of_the_parameters_if_its_own_memory_is_unused(
+    name: str, momentum: float, private: int, in_place: bool
+) -> None:
+    job, other = bent(), bent()
+    job.private = other.private = private
+    result = make_local(name, LocalKnobs(lr=0.1, momentum=momentum))(job)
+    assert (result.delta_P.data_ptr() == job.x_P.data_ptr()) == in_place
+    descent = Descent.of(LocalKnobs(lr=0.1, momentum=momentum, optimizer="adamw" if name == "adamw" else "sgd"))
+    assert torch.equal(plain(descent)(other).delta_P, result.delta_P), "the same delta"
+    assert torch.equal(other.x_P - other.start_P, result.delta_P), "a rule of one's own finds x_P where training led"
+
+
+def test_one_gradient_at_a_time_is_in_memory() -> None:
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    class Watched(Parabola):
+        def pieces(self, batch: Any) -> list[Piece]:
+            assert all(known() is None for known in alive), "the gradient of the step before"
+            (piece,) = super().pieces(batch)
+            alive.append(weakref.ref(g := piece.g.clone()))
+            return [Piece(piece.at, g)]
+
+    make_local("sgd", LocalKnobs(lr=0.1))(Watched(1.0, [0.0] * 4))
+    assert len(alive) == 4
 
 
 @pytest.mark.parametrize("name", RULE_NAMES)
