@@ -203,6 +203,22 @@ def write(path: Path, content: str | bytes, aside: str = "", mode: int = 0o666) 
     sync(path.parent)
 
 
+def write_by(path: Path, save: Callable[[Path], object]) -> None:
+    """Like `write`, with a function that writes the file, in place of its content."""
+    temporary = aside_of(path)
+    handle = own_handle(temporary, os.O_WRONLY | os.O_TRUNC)
+    mode = stat.S_IMODE(os.fstat(handle).st_mode)
+    os.close(handle)
+    save(temporary)
+    os.chmod(temporary, mode)  # it may have been replaced by a file of other permissions
+    sync(temporary)
+    try:
+        os.replace(temporary, path)
+    except IsADirectoryError:
+        raise not_regular(path) from None
+    sync(path.parent)
+
+
 def aside_of(path: Path, suffix: str = "") -> Path:
     """Return the name of a file while it is written."""
     return path.with_name(f".{path.name}{suffix}")

@@ -52,7 +52,7 @@ from .build import (
     plan_of,
     tokenizer_name,
 )
-from .checkpoint.format import Fingerprint, FoundCheckpoint, Progress
+from .checkpoint.format import Fingerprint, FoundCheckpoint, Progress, digest
 from .checkpoint.load import find, restore
 from .checkpoint.save import Saver
 from .config import Config, Step
@@ -460,8 +460,8 @@ def describe_run(
 def finish(out: Path, spec: RunSpec, task: Task, state: State, progress: Progress, text: str) -> None:
     """Write the model, its adapter and the generated text, if there are any, then the file that marks the run as
     finished."""
-    model = safetensors.torch.save(trained_tensors(task, state), metadata={"format": "pt"})
-    write(out / MODEL, model)
+    tensors = trained_views(task, state)
+    folder.write_by(out / MODEL, lambda path: safetensors.torch.save_file(tensors, path, metadata={"format": "pt"}))
     export.write_adapter(out, task.model)
     if spec.cfg.export == "merged":
         name = tokenizer_name(spec.cfg, spec.given)
@@ -474,22 +474,36 @@ def finish(out: Path, spec: RunSpec, task: Task, state: State, progress: Progres
         f"test_{metric}": last.get(f"test_{metric}"),
         "test_loss": last.get("test_loss"),
         f"best_test_{metric}": progress.best,
-        "model_sha256": sha256(model),
+        "model_sha256": digest(out / MODEL),
         "fedmpi": __version__,
     }
     write(out / FINISHED, json.dumps(done, indent=2) + "\n")
 
 
 def trained_tensors(task: Task, state: State) -> dict[str, Tensor]:
-    """Return the model's state dict without what is still or private; no two tensors share memory."""
+    """Return copies of what `trained_views` returns."""
+    memory = task.x_N.untyped_storage().data_ptr()
+    return {
+        name: t.clone() if t.untyped_storage().data_ptr() == memory else t
+        for name, t in trained_views(task, state).items()
+    }
+
+
+def trained_views(task: Task, state: State) -> dict[str, Tensor]:
+    """Return the model's state dict without what is still or private; no two tensors share memory. On the host they are
+    views of the task's vector: valid until it is trained again."""
     task.load(state.model_N, state.ints)
     still = {id(t) for t in task.still.tensors.values()}
     private = {span.name for span in task.layout.private.spans}
-    return {
-        name: t.detach().cpu().clone(memory_format=torch.contiguous_format)
-        for name, t in task.model.state_dict(keep_vars=True).items()
-        if id(t) not in still and name not in private
-    }
+    memory, found, taken = task.x_N.untyped_storage().data_ptr(), dict[str, Tensor](), set[int]()
+    for name, kept in task.model.state_dict(keep_vars=True).items():
+        if id(kept) in still or name in private:
+            continue
+        t = kept.detach().cpu()
+        view = t.is_contiguous() and t.untyped_storage().data_ptr() == memory and t.data_ptr() not in taken
+        found[name] = t if view else t.clone(memory_format=torch.contiguous_format)
+        taken.add(t.data_ptr())
+    return found
 
 
 def scheduled(schedule: str) -> str:

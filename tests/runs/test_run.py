@@ -16,6 +16,7 @@ from typing import Any
 import federation
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 import yaml
@@ -34,11 +35,11 @@ from fedmpi.data.splits import Partition, SplitSpec, split
 from fedmpi.errors import RunError, UserError
 from fedmpi.models import find_model, make_model
 from fedmpi.runs import config
-from fedmpi.runs.build import prepare
+from fedmpi.runs.build import Overrides, prepare
 from fedmpi.runs.config import Config, Eval, Local, Meta, Server, Skew, Step
 from fedmpi.runs.folder import check, make
 from fedmpi.runs.options import parse
-from fedmpi.runs.run import compare_ranks, fingerprint_of, run, same_everywhere
+from fedmpi.runs.run import compare_ranks, fingerprint_of, run, same_everywhere, trained_tensors, trained_views
 
 FILES = {"config.yaml", "environment.json", "partition.json", "metrics.jsonl", "model.safetensors", "finished.json"}
 FILES |= {"checkpoints", "starts.jsonl", "lock"}
@@ -125,6 +126,35 @@ def test_the_model_loads_into_plain_torch_and_scores_what_was_reported(tmp_path:
     assert report.test_loss == pytest.approx(float(F.cross_entropy(logits, arrays.test_y)), abs=1e-5)
     last = metrics(tmp_path)[-1]
     assert (last["test_accuracy"], last["test_loss"]) == (report.test_accuracy, report.test_loss)
+
+
+class Tied(nn.Module):
+    """Two names of one weight, and one in channels_last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 3, 3), nn.Conv2d(3, 3, 3)
+        self.encode, self.decode = nn.Linear(12, 12), nn.Linear(12, 12)
+        self.decode.weight = self.encode.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        lines = x.mean((1, 2)) + self.second(self.first(x)).mean((1, 2, 3))[:, None]
+        return self.decode(torch.tanh(self.encode(lines)))[:, :3]
+
+
+def test_the_model_is_written_without_a_copy_of_it(tmp_path: Path) -> None:
+    cfg = settings_of(tmp_path, rounds=1, step=Step(layout="channels_last"))
+    outcome = run(prepare(cfg, Overrides(model=Tied())), SoloComm(), ALONE, CPU, {})
+    views, copies = trained_views(outcome.task, outcome.state), trained_tensors(outcome.task, outcome.state)
+    vector = outcome.task.x_N.untyped_storage().data_ptr()
+    shared = {name for name, t in views.items() if t.untyped_storage().data_ptr() == vector}
+    assert views.keys() - shared == {"second.weight", "decode.weight"}, "another order, and a second name"
+    assert not any(t.untyped_storage().data_ptr() == vector for t in copies.values())
+    content = (tmp_path / "model.safetensors").read_bytes()
+    assert content == safetensors.torch.save(copies, metadata={"format": "pt"})
+    assert json.loads((tmp_path / "finished.json").read_text())["model_sha256"] == hashlib.sha256(content).hexdigest()
+    usual, written = (stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("finished.json", "model.safetensors"))
+    assert usual == written
 
 
 def test_a_run_learns(tmp_path: Path) -> None:
