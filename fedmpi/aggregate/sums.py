@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import logging
 import math
+from bisect import bisect_left
 from dataclasses import dataclass
 
 import torch
@@ -267,13 +268,13 @@ class Sums:
         except Unusable as why:
             log.warning("round %d: client %d left out: %s", self.round, update.cid, why)
             return False
-        position = self.cohort.cids.index(update.cid)
+        position = bisect_left(self.cohort.cids, update.cid)
         weight, defer = self.cohort.weights[position], update.last and self.deltas.travels and self.device.type == "cpu"
         self.deltas.add(update.delta_N, weight, defer)
         for channel in self.rule.sends:
             share = weight if channel.to == "model" else 1
             self.channels[channel.name].add(update.result.sends[channel.name], share, defer)
-        share_of_all = weight / self.cohort.total * UNIT
+        share_of_all = weight / self.deltas.total * UNIT
         steps = update.result.steps if self.rule.normalised else 1.0
         self.counts[:3] += torch.tensor([weight, round(update.loss * share_of_all), round(steps * share_of_all)])
         self.counts[3 + position] = 1
