@@ -159,7 +159,8 @@ def reduce(
     silent = {"votes"} if read_off and not comm.reduces(device) else set()
     lanes = [{name: lane for name, lane in part.lanes.items() if name not in silent} for part, _ in parts]
     rows = [part.rows[name] for (part, _), own in zip(parts, lanes, strict=True) for name in own]
-    pieces = buckets(deltas.slice, deltas.travels and device.type == "cpu")
+    on_host = device.type == "cpu" or (device.type == "meta" and not comm.reduces(device))  # meta: a forecast
+    pieces = buckets(deltas.slice, deltas.travels and on_host)
     under_way = len(pieces) if look else UNDER_WAY
 
     def start(number: int, bucket: slice) -> list[Loads]:

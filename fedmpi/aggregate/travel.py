@@ -219,11 +219,16 @@ class Parcels:
 
     def _box(self, way: str, rank: int, slot: int, parts: list[slice]) -> Tensor:
         """Return memory for a parcel; what it does not fill takes no pages."""
-        size = self.header(parts) + sum(self.aligned(self.format.room(tile.stop - tile.start)) for tile in parts)
+        size = self.header(parts) + sum(self.aligned(self._room(tile.stop - tile.start)) for tile in parts)
         box = self.boxes.get((way, rank, slot))
         if box is None or len(box) < size:
             box = self.boxes[way, rank, slot] = torch.empty(size, dtype=torch.uint8, device=self.device)
         return box[:size]
+
+    def _room(self, length: int) -> int:
+        """Return the bytes to allocate for a tile; in a forecast, those that it will fill."""
+        forecast = self.device.type == "meta" and not self.format.even
+        return USUAL * length if forecast else self.format.room(length)
 
     def _pack(self, s: int, parts: list[slice], slot: int) -> Tensor:
         """Return a parcel with the tiles of slice s."""
@@ -242,7 +247,7 @@ class Parcels:
 
     def opened(self, box: Tensor, parts: list[slice]) -> list[Tensor]:
         """Return the bytes of each tile of a parcel."""
-        sizes = [self.format.room(tile.stop - tile.start) for tile in parts]
+        sizes = [self._room(tile.stop - tile.start) for tile in parts]
         if not self.format.even and not box.is_meta:
             sizes = box[: 4 * len(parts)].view(torch.int32).tolist()
         found, at = [], self.header(parts)

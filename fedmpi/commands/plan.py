@@ -267,11 +267,12 @@ def status(field: str) -> int:
 
 @torch.no_grad()
 def try_step(spec: RunSpec, task: Task, plan: Plan) -> int:
-    """Return the peak memory of a few client steps and one evaluation batch beyond what was in use before."""
+    """Return the peak memory of a few client steps and one evaluation batch beyond what was in use before: also pages
+    of the delta and of the gradient that nothing wrote to before."""
     algorithm, cfg = spec.algorithm, spec.cfg
     state = begin(task, algorithm, SoloComm())
-    task.delta_N.zero_()  # fresh memory takes no pages until it is written
-    task.grad_T.zero_()
+    if algorithm.meta is not None:
+        task.grad_T.zero_()  # a meta step writes to it
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = status("VmRSS")
@@ -325,7 +326,7 @@ def forecast(
     spec: RunSpec, task: Task, data: Data, ranks: int, ranks_per_node: int, own: tuple[int, int], step: int
 ) -> dict[str, Any]:
     """Return the forecast for one world size, as --json prints it. `own`: the program's anonymous memory, and its pages
-    of files; `step`: the memory of a client's step."""
+    of files; `step`: the memory of a client's step, with its gradient and its delta."""
     nodes = nodes_of(ranks, ranks_per_node)
     cfg, algorithm, layout, plan = spec.cfg, spec.algorithm, task.layout, plan_of(spec)
     local, keeps = len(nodes[0]), algorithm.local.keeps
@@ -351,7 +352,7 @@ def forecast(
         "data": data_size(data, local),
         "split": each(sum(x.nbytes for x in (task.partition.offsets, sizes, task.partition.order))),
         **({"frozen part": still} if task.still else {}),
-        "work vectors": each(4 * (2 * (padded + layout.private.length) + layout.trained)),
+        "work vector": each(4 * (padded + layout.private.length)),
         **tried.memory(),
         "checkpoint": each(4 * padded // ranks * vectors if cfg.checkpoint.keep else 0),
     }

@@ -15,8 +15,11 @@ import shell
 import torch
 from conftest import BIN, REPO, rank_environment
 
+from fedmpi.aggregate import exchange
+from fedmpi.aggregate.sums import Accumulator
 from fedmpi.comm import Comm, share_node
 from fedmpi.comm.env import Place
+from fedmpi.comm.threads import run_threads
 from fedmpi.commands import main
 from fedmpi.commands.plan import nodes_of
 from fedmpi.runs.build import prepare
@@ -168,8 +171,47 @@ def test_rows_for_other_nodes_are_not_shared(capsys: pytest.CaptureFixture[str])
     (two,) = planned(capsys, "--ranks", "2", *TINY)
     assert 2 * one["memory"]["sums"]["rank"] == 3 * two["memory"]["sums"]["rank"]  # with the mate's for its slice
     assert two["memory"]["sums"]["node"] == two["memory"]["sums"]["rank"]
-    assert two["memory"]["of the wire"]["rank"] > 2 * 4 * 11844 > 100 * one["memory"]["of the wire"]["rank"]
+    assert two["memory"]["of the wire"]["rank"] > 5 * 11844 > 100 * one["memory"]["of the wire"]["rank"]
     assert two["nodes"] == 2 and one["nodes"] == 1
+
+
+def test_what_travels_takes_the_memory_of_the_buckets_under_way(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in real ranks: 4 of 16 buckets, with 5 of 8 bytes of an exact sum filled."""
+    ranks = ["--ranks", "4", "--ranks_per_node", "2"]
+    (whole,) = planned(capsys, *ranks, *TINY)
+    monkeypatch.setattr(exchange, "SMALLEST", 64)
+    (plan,) = planned(capsys, *ranks, *TINY)
+
+    def boxes(comm: Comm) -> float:
+        share_node(comm, comm.rank // 2)
+        sums = Accumulator(comm, 11844 // 4, cohort=5, kind="exact")
+        sums.add(torch.full((11844,), 1e-3), 1)
+        for _, parts in exchange.reduce(comm, [(sums, 1)], 11843, most=3):
+            for part in parts:
+                list(part)
+        sizes = {name: sum(map(len, lane.boxes.values())) for name, lane in sums.lanes.items()}  # type: ignore[attr-defined]
+        return sizes["sums"] * 5 / 8 + sizes["votes"]
+
+    real = max(run_threads(4, boxes))
+    assert 0.9 * real < plan["memory"]["of the wire"]["rank"] < 1.1 * real
+    assert plan["memory"]["of the wire"]["rank"] < 0.3 * whole["memory"]["of the wire"]["rank"]
+
+
+def test_only_vectors_that_a_client_writes_to_take_memory(tmp_path: Path) -> None:
+    (tmp_path / "wide_model.py").write_text(WIDE.replace("4000", "16000"))
+    environment = rank_environment()
+    environment["PYTHONPATH"] += f"{os.pathsep}{tmp_path}"
+    options = ["--data", "glyphs", "--split", "iid", "--clients", "8", "--cohort", "2", "--eval.samples", "8"]
+    options += ["--model", "wide_model:wide", "--local.batch", "1"]
+    step = {}
+    for momentum in ("0", "0.5"):
+        asked = [sys.executable, "-m", "fedmpi", "plan", "--json", "--ranks=1", *options, "--local.momentum", momentum]
+        done = subprocess.run(asked, env=environment, capture_output=True, text=True, timeout=100, check=True)
+        step[momentum] = json.loads(done.stdout)["memory"]["a client's step"]["rank"] / (4 * 785 * 16000)
+    assert 0.9 < step["0"] < 1.7, "a gradient, as autograd makes it"
+    assert 0.8 < step["0.5"] - step["0"] < 1.3, "the momentum"
 
 
 def test_a_thousand_ranks_can_be_planned(capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,7 +243,7 @@ def test_the_tables_name_what_they_count(capsys: pytest.CaptureFixture[str]) -> 
         "ranks  nodes",
         "waiting",
         "sent/round",
-        "work vectors",
+        "work vector",
         "program",
         "clients' memories",
         "channels",
