@@ -1,14 +1,14 @@
-"""Measure what a large model, or a large cohort on many ranks, costs: memory of ranks and nodes next to what `fedmpi plan`
-forecasts, and the seconds per round outside of training.
+"""Measure what a large model, or a large cohort on many ranks, costs: memory of ranks and nodes next to the forecast of
+`fedmpi plan`, and the seconds per round outside of training.
 
     python benchmarks/large.py --parameters 350000000 --topology 1x2 --sum float32 exact
     sudo python benchmarks/large.py --parameters 100000000 --topology 2x2 --mbit 10000 --sum exact
     python benchmarks/large.py --topology 1x1 1x8 --clients 2000 --cohort 1000 --model lenet --local.steps 1
 
-A topology is NODESxRANKS. Every row is a real `fedmpi train` on glyphs, with one process per rank, and the `fedmpi plan`
-of the same options. Several nodes are network namespaces of this machine, each with a host name of its own, on links of
---mbit (link.py; needs root). The model is a stack of linear layers of the user's own (peers/stack.py), whose clients
-take one step of one sample. Further options are those of `fedmpi train`.
+A topology is NODESxRANKS. Every row is a real `fedmpi train` on glyphs, with one process per rank, and the
+`fedmpi plan` of the same options. Several nodes are network namespaces of this machine, each with a host name of its
+own, on links of --mbit (link.py; needs root). The model is a stack of linear layers of the user's own (peers/stack.py),
+whose clients take one step of one sample. Further options are those of `fedmpi train`.
 
   rank          the peak of the largest rank, as the kernel records it (VmHWM)
   node          the largest sum of Pss over the ranks of a node, sampled while the run is under way
@@ -17,8 +17,8 @@ take one step of one sample. Further options are those of `fedmpi train`.
                 `outside` is their sum, and its share of the round
   MB between    bytes that left the nodes per round, as the run counts them
 
-A run that would leave less than --reserve GB of this machine's memory, by its forecast, is not started; one that does is
-ended.
+A run that would leave less than --reserve GB of this machine's memory, by its forecast, is not started; one that does
+is ended.
 """
 
 from __future__ import annotations
