@@ -27,6 +27,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -133,7 +134,7 @@ def train(
         for process in (process for started in nodes for process in started):
             for pid in descendants(process.pid)[1:]:  # ranks of `--ranks` have process groups of their own
                 with suppress(ProcessLookupError):
-                    os.kill(pid, 9)
+                    os.kill(pid, signal.SIGKILL)
             end(process)
     if failed:
         raise SystemExit(f"{shape}: {failed}")
@@ -219,6 +220,7 @@ def main() -> int:
     options, extra = parser.parse_known_args()
     if any(shape.nodes > 1 for shape in options.topology) and os.geteuid() != 0:
         parser.error("network namespaces are made by root only; start it with sudo, or give topologies of one node")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of the end of `network`
     rows = []
     for shape in options.topology:
         for kind in options.sum:
