@@ -178,10 +178,10 @@ def test_rows_for_other_nodes_are_not_shared(capsys: pytest.CaptureFixture[str])
 def test_what_travels_takes_the_memory_of_the_buckets_under_way(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As in real ranks: 4 of 16 buckets, with 5 of 8 bytes of an exact sum filled."""
+    """As in real ranks: 3 of 6 buckets, with 5 of 8 bytes of an exact sum filled."""
     ranks = ["--ranks", "4", "--ranks_per_node", "2"]
     (whole,) = planned(capsys, *ranks, *TINY)
-    monkeypatch.setattr(exchange, "SMALLEST", 64)
+    monkeypatch.setattr(exchange, "LEAST", 64)
     (plan,) = planned(capsys, *ranks, *TINY)
 
     def boxes(comm: Comm) -> float:
@@ -196,7 +196,7 @@ def test_what_travels_takes_the_memory_of_the_buckets_under_way(
 
     real = max(run_threads(4, boxes))
     assert 0.9 * real < plan["memory"]["of the wire"]["rank"] < 1.1 * real
-    assert plan["memory"]["of the wire"]["rank"] < 0.3 * whole["memory"]["of the wire"]["rank"]
+    assert plan["memory"]["of the wire"]["rank"] < 0.7 * whole["memory"]["of the wire"]["rank"]
 
 
 def test_only_vectors_that_a_client_writes_to_take_memory(tmp_path: Path) -> None:

@@ -373,6 +373,7 @@ class Slope:
         self.round, self.cid = round, 0
         self.start_P, self.x_P, self.delta_P = torch.ones(1), torch.ones(1), torch.zeros(1)
         self.shared, self.memory = {"control": torch.zeros(1)}, {"control": torch.zeros(1)}
+        self.private = 0
 
     def batches(self, leave: int = 0) -> list[int]:
         return [0, 1]
