@@ -30,7 +30,7 @@ from fedmpi.masks import make_mask
 from fedmpi.rounds import Plan, begin, rounds
 from fedmpi.server import ServerKnobs, make_server
 
-VERBS = ("sum", "stream", "gather", "broadcast", "barrier")
+VERBS = ("sum", "offer", "start", "gather", "broadcast", "barrier")
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def look() -> list[Row]:
     ]
 
 
-LIMITS = {"sum": 2, "stream": 1, "gather": 1, "broadcast": 0, "barrier": 0}
+LIMITS = {"sum": 2, "offer": 1, "start": 3, "gather": 1, "broadcast": 0, "barrier": 0}
 
 
 def main() -> int:
