@@ -8,12 +8,13 @@ exact ones have the same bits in any order. The result is yielded in tiles that 
 the server's step read them.
 
 What is sent travels in a few buckets: while one is added up, the next ones are in transit, and so is the new model of
-the one before. A few are under way at a time: the link never waits, and memory for all of them is not needed.
+the one before. A few are under way at a time: enough to keep the link busy, without memory for all of them.
 
-Bytes that leave a node, N elements on K nodes, W ranks: 4N (float32) or about 5N (exact) for the sums and N/4 to 4N for
-the votes, and 4N for the model, times (K-1)/K; squares as much as the sums, a channel about 5N. If sums are float32 and
-no node hosts more than one client, the votes are the signs of the sums and are not sent. (On one node, where nothing is
-sent, they are read.) With `--wire bf16` sums and model take half the bytes, and the votes always travel (compress.py).
+Bytes that leave a node, N elements on K nodes: 4N (float32) or about 5N (exact) for the sums, N/4 to 2N for the votes
+of up to 32,767 clients on a node, and 4N for the model, times (K-1)/K; squares 4N, or up to 8N, a channel about 5N. If
+sums are float32 and no node hosts more than one client, the votes are the signs of the sums and are not sent. (On one
+node, where nothing is sent, they are read.) With `--wire bf16` sums and model take half the bytes, and the votes always
+travel (compress.py).
 
 N: the full padded vector.  S: the slice this rank owns.
 """

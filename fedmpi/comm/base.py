@@ -209,6 +209,8 @@ class Comm(ABC):
         """Start to send a tensor to each rank in `send` and to receive one from each in `recv`. Between two ranks,
         transfers are matched in the order of their start."""
 
+    # Called only if the transport `reduces`.
+
     def _start_reduce(self, block: Tensor, sum: Tensor) -> Wait:
         raise NotImplementedError
 
